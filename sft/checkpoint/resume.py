@@ -212,8 +212,13 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     writer, here = writer_of(checkpoint), writer_here(job)
     # torch finds FSDP2's shards by name, whoever wrote them.
     sharded = writer.engine == here.engine == FSDP2 and writer.state_dict_type == here.state_dict_type
+    optim = job.recipe.train.optim
+    # One process and DDP write the same files, and resharding knows the moments of AdamW only.
+    alike = {writer.engine, here.engine} <= {"one process", "DDP"}
+    alike &= (writer.weights, writer.precision) == (here.weights, here.precision)
+    sharded |= optim != "adamw" and alike
     reshards = not sharded and (writer.format, writer.state_dict_type) != (here.format, here.state_dict_type)
-    if problem := _why_not(writer, here, reshards):
+    if problem := _why_not(writer, here, reshards, optim):
         raise RunError(
             f"{checkpoint} was written by {writer}, and cannot be resumed with {here}: {problem}. Resume it as it was written, or start a "
             "new run with train.resume=never."
@@ -226,12 +231,14 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     return ResumePlan(checkpoint, writer, reshards, random_state, words if how or random else "")
 
 
-def _why_not(writer: Writer, here: Writer, reshards: bool) -> str | None:
+def _why_not(writer: Writer, here: Writer, reshards: bool, optim: str) -> str | None:
     """Why a checkpoint cannot be resumed; None where it can."""
     if writer.uses_nvme:
         return "with offload to NVMe DeepSpeed does not save the optimizer's state"
     if not reshards:
         return None
+    if optim != "adamw":
+        return f"with train.optim={optim} the optimizer's state is not resharded"
     if here.uses_nvme:
         return "resharding to NVMe offload is untested"
     if 0 in (writer.zero_stage, here.zero_stage):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from sft.convert import common
+from sft.convert import common, sources
 from sft.convert.common import as_whole, is_true
-from sft.convert.conversion import Conversion, ConversionError, as_number, refusal, table
+from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, refusal, table
 
 _MODEL = f"""
 base_model -> model.name_or_path
@@ -104,7 +105,7 @@ cosine_constant_lr_ratio -- no schedule here turns constant after a cosine
 warmup_steps -> train.warmup_steps
 warmup_ratio -> train.warmup_ratio (0.03)
 optimizer -> train.optim
-optim_args -> train.optim_args
+optim_args optim_args.* -- train.optim_args takes the arguments of lion, adafactor and muon
 weight_decay adam_beta1 adam_epsilon max_grad_norm neftune_noise_alpha -> train.*
 adam_beta2 -> train.adam_beta2 (0.999)
 adam_eps -> train.adam_epsilon
@@ -206,7 +207,11 @@ def convert(c: Conversion) -> None:
         as_whole(c.get(key)) or 1
         for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
     ]
-    if not c.has("batch_size"):
+    if as_whole(c.get("batch_size")):
+        c.carry("batch_size", "train.global_batch_size", as_whole(c.get("batch_size")))
+        for key in filter(c.has, ("micro_batch_size", "gradient_accumulation_steps")):
+            c.keep(key, "train.micro_batch_size is measured, and accumulation follows from it")
+    else:
         common.batch(c, "micro_batch_size", "gradient_accumulation_steps", 1, sharing[0] * max(sharing[1:]))
     common.schedule(c, "lr_scheduler", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
     common.warmup(c)
@@ -219,6 +224,7 @@ def convert(c: Conversion) -> None:
     _tokens(c)
     common.remote_code(c, "model_revision")
     _adapters(c)
+    common.quantized(c)
     _data(c)
     common.best(c, "early_stopping_patience")
     common.deepspeed(c)
@@ -236,13 +242,9 @@ def _tokens(c: Conversion) -> None:
             c.change("eot_tokens", "model.eos_token", first, "one token ends a turn and an answer")
         else:
             c.drop("eot_tokens", "one token ends a turn: model.eos_token")
-    added = [
-        str(token)
-        for key in ("tokens", "special_tokens.additional_special_tokens")
-        for token in c.get(key, [])
-        if c.has(key)
-    ]
-    for key in filter(c.has, ("tokens", "special_tokens.additional_special_tokens")):
+    keys = ("tokens", "special_tokens.additional_special_tokens")
+    added = [token for key in keys if c.has(key) for token in as_list(c.get(key))]
+    for key in filter(c.has, keys):
         c.carry(key, "model.new_tokens", added)
     template, text = str(c.get("chat_template", "")), str(c.get("chat_template_jinja", ""))
     alpaca = [
@@ -270,11 +272,6 @@ def _tokens(c: Conversion) -> None:
 
 def _adapters(c: Conversion) -> None:
     keys = [key for key in c.keys if key.startswith(("lora_", "peft_"))]
-    for key, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
-        if c.has(key) and is_true(c.get(key)):
-            c.carry(key, "model.quantization", kind)
-        elif c.has(key):
-            c.keep(key, "not quantized")
     if not c.get("adapter"):
         for key in filter(c.has, keys):
             if "kernel" not in key:
@@ -284,8 +281,6 @@ def _adapters(c: Conversion) -> None:
         c.drop("adapter", f"{c.get('adapter')} is not supported; all weights are trained")
         return
     c.settings["model.lora"] = {}
-    if not c.get("lora_target_linear") and not c.get("lora_target_modules"):
-        c.inapplicable.add("lora_target_modules")
     c.note("adapter", "model.lora", AXOLOTL["adapter"].note)
     if is_true(c.get("lora_target_linear")):
         c.carry("lora_target_linear", "model.lora.target_modules", "all-linear")
@@ -303,84 +298,34 @@ def _adapters(c: Conversion) -> None:
 _FORMATS = {"alpaca": "alpaca", "chat_template": None, "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
 
 
+_NAMES = {"path": "path", "name": "name", "revision": "revision", "split": "split"}
+
+
 def _data(c: Conversion) -> None:
-    train = [_source(c, f"datasets.{index}") for index in range(_count(c, "datasets"))]
-    held_out = [_source(c, f"test_datasets.{index}") for index in range(_count(c, "test_datasets"))]
-    for source in held_out:
-        source.pop("epochs", None)
-    if not train:
-        train = [{"path": "DATA"}]
-        c.comments["data.train"] = ["the file names no dataset: write a file, a folder or an id on the hub"]
-    c.settings["data.train"] = train[0]["path"] if len(train) == 1 and set(train[0]) == {"path"} else train
-    size = as_number(c.get("val_set_size"))
-    if held_out:
-        c.settings["data.held_out"] = held_out
-    elif c.has("val_set_size") and size and 0 < size < 1:
-        c.carry("val_set_size", "data.held_out", size)
-    elif c.has("val_set_size") and size:
-        c.change("val_set_size", "data.held_out", 0.01, f"{size:g} rows there, and a fraction of the rows here")
-    elif c.has("val_set_size"):
-        c.keep("val_set_size", "no eval split")
+    train = [_source(c, f"datasets.{index}.", f"data.train.{index}") for index in sources.indices(c, "datasets")]
+    test = [
+        _source(c, f"test_datasets.{index}.", f"data.held_out.{index}") for index in sources.indices(c, "test_datasets")
+    ]
+    sources.set_sources(c, train, test)
+    sources.held_out_size(c, "val_set_size")
 
 
-def _count(c: Conversion, name: str) -> int:
-    return len({key.split(".")[1] for key in c.keys if key.startswith(f"{name}.")})
-
-
-def _source(c: Conversion, prefix: str) -> dict[str, Any]:
-    source: dict[str, Any] = {"path": str(c.get(f"{prefix}.path", "DATA"))}
-    place = f"data.{'train' if prefix.startswith('datasets') else 'held_out'}.{prefix.split('.')[1]}"
-
-    def carried(name: str, ours: str, value: Any) -> None:
-        if c.has(f"{prefix}.{name}"):
-            source[ours] = value
-            c.account(c.carried, f"{prefix}.{name}", f"{place}.{ours}: {value}")
-
-    files = c.get(f"{prefix}.data_files")
-    carried("path", "path", source["path"])
-    if isinstance(files, str) or (isinstance(files, list) and len(files) == 1):
-        name = files if isinstance(files, str) else str(files[0])
-        source["path"] = (
-            name
-            if Path(source["path"]).suffix or source["path"] in ("json", "csv", "parquet")
-            else f"{source['path']}/{name}"
-        )
-        c.account(c.changed, f"{prefix}.data_files", f"{place}.path: {source['path']} (the file is the path)")
-    for name in ("name", "revision"):
-        carried(name, name, str(c.get(f"{prefix}.{name}")))
-    _split(c, prefix, place, source)
-    kind = str(c.get(f"{prefix}.type", "")).split(":")[0].split(".")[0]
+def _source(c: Conversion, prefix: str, place: str) -> dict[str, Any]:
+    source = sources.read_source(c, prefix, place, _NAMES)
+    files = as_list(c.get(f"{prefix}data_files", []))
+    if len(files) == 1 and c.has(f"{prefix}data_files"):
+        is_reader = Path(source["path"]).suffix or source["path"] in ("json", "csv", "parquet", "arrow", "text")
+        source["path"] = files[0] if is_reader else f"{source['path']}/{files[0]}"
+        c.account(c.changed, f"{prefix}data_files", f"{place}.path: {source['path']} (the file is the path)")
+    kind = re.split("[:.]", str(c.get(f"{prefix}type", "")))[0]
     if kind in _FORMATS:
         source |= {"format": _FORMATS[kind]} if _FORMATS[kind] else {}
-        if c.has(f"{prefix}.type"):
+        if c.has(f"{prefix}type"):
             why = f"{place}.format: {_FORMATS[kind] or 'detected'} (the chat template renders the rows)"
-            c.account(c.changed, f"{prefix}.type", why)
-    column = "text" if kind == "completion" else "messages"
-    for name in ("field_messages", "field"):
-        theirs = c.get(f"{prefix}.{name}")
-        if theirs in ("messages", "conversations", column):
-            c.keep(f"{prefix}.{name}", f"{theirs} is recognized") if c.has(f"{prefix}.{name}") else None
-        elif c.has(f"{prefix}.{name}"):
-            carried(name, "columns", {column: str(theirs)})
+            c.account(c.changed, f"{prefix}type", why)
+    sources.column(c, f"{prefix}field_messages", place, "messages", source)
+    sources.column(c, f"{prefix}field", place, "text", source)
     return source
-
-
-def _split(c: Conversion, prefix: str, place: str, source: dict[str, Any]) -> None:
-    key = f"{prefix}.split"
-    if not c.has(key):
-        return
-    split, fraction = common.split_of(str(c.get(key)))
-    if split != "train":
-        source["split"] = split
-    if fraction is None:
-        c.account(c.carried, key, f"{place}.split: {split}")
-    else:
-        source["epochs"] = fraction
-        c.account(
-            c.changed,
-            key,
-            f"{place}.epochs: {fraction:g} (of {c.get(key)}: that fraction of the rows, drawn with data.seed)",
-        )
 
 
 def _tracking(c: Conversion) -> None:

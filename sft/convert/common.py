@@ -117,35 +117,43 @@ def warmup(c: Conversion, steps: str = "warmup_steps", ratio: str = "warmup_rati
 
 
 _OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_apex_fused": "adamw",
-    "adamw": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-    "muon": "muon",
-    "schedule_free_adamw": "schedule_free_adamw",
+    **dict.fromkeys("adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused".split(), ("adamw", "")),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), ("adamw_8bit", "")),
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), ("adamw_8bit", "that of bitsandbytes")),
+    **dict.fromkeys(
+        ("paged_adamw", "paged_adamw_32bit"), ("adamw", "with states on the GPU: only 8-bit ones are paged here")
+    ),
+    **dict.fromkeys(("lion", "lion_32bit"), ("lion", "")),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "paged_lion_32bit"), ("lion", "with fp32 states on the GPU")),
+    "muon": ("muon", "torch.optim.Muon, its step scaled to AdamW's"),
 }
+"""Their names, ours, and what differs."""
 
 
-def optimizer(c: Conversion, key: str) -> None:
-    """Convert the optimizer's name."""
-    if not c.has(key):
+def optimizer(c: Conversion, key: str, theirs: str = "") -> None:
+    """Convert the optimizer's name, and Adam's arguments where it does not take them; `theirs` is a name that the key stands for."""
+    theirs = theirs or str(c.get(key, "adamw")).lower().removeprefix("optimizernames.")
+    ours, differs = _OPTIMIZERS.get(theirs, (theirs, ""))
+    to, reason = "train.optim", refusal("train.optim", ours)
+    if c.has(key) and reason:
+        c.drop(key, f"{reason}. It is adamw unless you set it")
+    elif c.has(key) and differs:
+        c.change(key, to, ours, differs)
+    elif c.has(key):
+        c.carry(key, to, ours)
+    if reason or ours not in ("lion", "adafactor"):
         return
-    theirs = str(c.get(key)).lower().removeprefix("optimizernames.")
-    ours = _OPTIMIZERS.get(theirs, theirs)
-    if "adam" not in ours:
-        c.inapplicable.add("adam_beta2")
-    if ours == "adamw" and refusal("train.optim", ours):
-        c.keep(key, "AdamW")
-    elif ours == theirs:
-        c.carry(key, "train.optim", ours)
-    else:
-        c.change(key, "train.optim", ours, f"here its name is {ours}")
+    c.inapplicable.add("adam_beta2")
+    for number, default in (("1", 0.9), ("2", 0.999)):
+        adam, argument = f"adam_beta{number}", f"train.optim_args.beta{number}"
+        if ours == "lion" and c.has(adam):
+            c.carry(adam, argument, as_number(c.get(adam)))
+        elif ours == "lion":
+            c.default(adam, argument, default, ": Lion gets AdamW's")
+        elif c.has(adam):
+            c.drop(adam, "adafactor has none")
+    if c.has("adam_epsilon"):
+        c.drop("adam_epsilon", f"{ours} has none here")
 
 
 def precision(c: Conversion, unset: str = "auto") -> None:
@@ -242,24 +250,16 @@ def fsdp(c: Conversion) -> None:
         return
     if "no_shard" in names.lower() or str(c.get("fsdp_config.fsdp_sharding_strategy")).lower() == "no_shard":
         return
+    if "train.deepspeed" in c.settings:
+        for key in filter(c.has, ("fsdp", *inside)):
+            c.drop(key, "the engine is DeepSpeed, which the file names too")
+        return
     c.settings["train.fsdp"] = {}
     if c.has("fsdp"):
         strategy = next((ours for theirs, ours in _STRATEGIES.items() if theirs in names.lower()), "full_shard")
         c.change("fsdp", "train.fsdp.sharding_strategy", strategy, "FSDP2, with each decoder layer wrapped")
         if "offload" in names.lower():
             c.settings["train.fsdp.offload_params"] = True
-
-
-def split_of(split: str) -> tuple[str, float | None]:
-    """A split without its percentage, and the fraction of the rows that the percentage takes.
-
-    >>> split_of("train[:20%]"), split_of("train[10%:]"), split_of("train[:100]")
-    (('train', 0.2), ('train', 0.9), ('train[:100]', None))
-    """
-    match = re.fullmatch(r"(.+)\[(?:(\d+)%)?:(?:(\d+)%)?\]", split)
-    if match is None or (match[2], match[3]) == (None, None):
-        return split, None
-    return match[1], (int(match[3] or 100) - int(match[2] or 0)) / 100
 
 
 def best(c: Conversion, patience: str) -> None:
@@ -277,10 +277,12 @@ def best(c: Conversion, patience: str) -> None:
             f"{metric} is not measured here: train.metric_for_best_model is eval_loss, or a metric of eval.every_steps"
         )
     for key in filter(c.has, keys):
-        if why and (key != "load_best_model_at_end" or is_true(c.get(key))):
+        if key == "load_best_model_at_end" and not is_true(c.get(key)):
+            c.keep(key, "not set")
+        elif why:
             c.drop(key, why)
         elif key == "load_best_model_at_end":
-            c.carry(key, "train.load_best_model_at_end", wanted)
+            c.carry(key, "train.load_best_model_at_end", True)
         elif key == "metric_for_best_model":
             c.carry(key, "train.metric_for_best_model", "eval_loss")
         else:
@@ -294,6 +296,25 @@ def best(c: Conversion, patience: str) -> None:
         for key in filter(c.has, ("eval_steps", "save_steps")):
             if steps:
                 c.change(key, "train.save_steps", steps, said)
+
+
+def quantized(c: Conversion) -> None:
+    """Convert bitsandbytes' flags, once it is known whether adapters are trained."""
+    kind = str(c.get("bnb_4bit_quant_type", c.get("bnb_config_kwargs.bnb_4bit_quant_type", "nf4")))
+    four, eight = is_true(c.get("load_in_4bit")), is_true(c.get("load_in_8bit"))
+    if not four:
+        c.inapplicable.add("use_bnb_nested_quant")
+    for key in filter(
+        c.has, ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_config_kwargs.bnb_4bit_quant_type")
+    ):
+        if not is_true(c.get(key)) and key.startswith("load"):
+            c.keep(key, "not quantized")
+        elif "model.lora" not in c.settings:
+            c.drop(key, "no adapters are trained, and quantized weights alone cannot be")
+        elif key.startswith("load") or four:
+            c.carry(key, "model.quantization", "int8" if eight and key != "load_in_4bit" else kind)
+        else:
+            c.drop(key, "no effect without load_in_4bit")
 
 
 def remote_code(c: Conversion, revision: str) -> None:

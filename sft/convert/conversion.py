@@ -20,6 +20,13 @@ class ConversionError(UserError):
     """A file that cannot become a recipe: another kind of training, an unknown tool, or something to add to the command."""
 
 
+_TOGETHER = (
+    "data.train data.held_out model.chat_template model.lora train.deepspeed train.fsdp train.global_batch_size "
+    "train.load_best_model_at_end train.early_stopping_patience train.metric_for_best_model train.greater_is_better"
+).split()
+"""Keys that several of a tool's keys decide together, in a function of its module: a row alone does not."""
+
+
 @dataclass(frozen=True)
 class Row:
     """What becomes of one key of another tool. The pages of docs/ show these rows."""
@@ -78,6 +85,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def refusal(key: str, value: Any) -> str:
     """Why a recipe does not take this value for this key; empty if it does."""
+    if isinstance(value, float) and not isfinite(value):
+        return f"{key} does not take {value}: it should be a finite number"
     schema: type[Section] = Recipe
     *parents, name = key.split(".")
     for part in parents:
@@ -110,6 +119,12 @@ def fitted(key: str, value: Any) -> Any:
         others += [] if number is None else [number, *([int(number)] if number.is_integer() else [])]
         others += [[value]]
     return next((other for other in others if not refusal(key, other)), value)
+
+
+def as_list(value: Any) -> list[str]:
+    """The names in a list, or in a text with commas."""
+    given = value if isinstance(value, list) else str(value).split(",")
+    return [str(one).strip() for one in given if str(one).strip()]
 
 
 def as_number(value: Any) -> float | None:
@@ -230,17 +245,31 @@ class Conversion:
                 and key != "dataloader_pin_memory"
             ):
                 self.keep(key, "the default of transformers, and here")
+            elif row.to in _TOGETHER:
+                self.drop(key, f"{shown(value)} says nothing for {row.to}")
+            elif missing := self._missing_section(row.to):
+                self.drop(key, missing)
             elif row.values is not None and str(value).lower() not in row.values:
                 self.drop(key, f"{row.to} has nothing like {shown(value)}")
             else:
                 ours = value if row.values is None else row.values[str(value).lower()]
                 self.change(key, row.to, ours, row.note) if row.note else self.carry(key, row.to, ours)
         for key, row in rows.items():
-            applies = key not in self.inapplicable and (
-                not row.to.startswith("model.lora.") or "model.lora" in self.settings
-            )
+            applies = key not in self.inapplicable and not self._missing_section(row.to)
             if row.default is not None and self.get(key) is None and row.to not in self.settings and applies:
                 self.default(key, row.to, row.default)
+
+    def _missing_section(self, to: str) -> str:
+        """Why a key of a section that the recipe does not have has no effect."""
+        needed = {
+            "model.lora.": ("model.lora", "no adapters are trained"),
+            "model.bnb_4bit": ("model.quantization", "nothing is quantized"),
+            "train.fsdp.": ("train.fsdp", "FSDP is not used"),
+            "data.train.": ("", "it belongs to no dataset of data.train"),
+            "data.held_out.": ("", "it belongs to no dataset of data.held_out"),
+        }
+        found = next((said for prefix, said in needed.items() if to.startswith(prefix)), None)
+        return found[1] if found and found[0] not in self.settings else ""
 
 
 def _row(rows: Mapping[str, Row], key: str) -> Row | None:
@@ -251,5 +280,6 @@ def _row(rows: Mapping[str, Row], key: str) -> Row | None:
 
 def shown(value: Any) -> str:
     """A value on one line, shortened."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    is_plain = isinstance(value, str) and value.isprintable()
+    text = value if is_plain else json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

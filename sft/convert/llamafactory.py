@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sft.convert import common, trl
+from sft.convert import common, sources, trl
 from sft.convert.common import as_whole, is_true
-from sft.convert.conversion import Conversion, ConversionError, as_number, table
+from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, table
 
 _NAMED = "a name in LLaMA-Factory's dataset_info.json: write the file, the folder or the id on the hub"
 
@@ -181,10 +181,8 @@ def convert(c: Conversion) -> None:
         common.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     common.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
     common.warmup(c)
-    if is_true(c.get("use_muon")):
-        c.carry("use_muon", "train.optim", "muon")
-        c.inapplicable.add("adam_beta2")
-    common.optimizer(c, "optim")
+    is_muon = is_true(c.get("use_muon"))
+    common.optimizer(c, "use_muon" if is_muon else "optim", "muon" if is_muon else "")
     if c.has("pure_bf16"):
         c.change("pure_bf16", "train.precision", "bf16", LLAMA_FACTORY["pure_bf16"].note)
     else:
@@ -193,6 +191,7 @@ def convert(c: Conversion) -> None:
     _template(c)
     common.remote_code(c, "model_revision")
     _adapters(c, is_v1)
+    _quantized(c)
     _data(c)
     trl.evaluation(c)
     common.best(c, "early_stopping_steps")
@@ -228,7 +227,6 @@ def _template(c: Conversion) -> None:
 def _adapters(c: Conversion, is_v1: bool) -> None:
     kind = str(c.get("peft_config.name", "full")) if is_v1 else str(c.get("finetuning_type", "lora"))
     key = "peft_config.name" if is_v1 else "finetuning_type"
-    _quantized(c)
     if kind == "lora":
         c.settings["model.lora"] = {}
         if c.has(key):
@@ -250,14 +248,10 @@ def _adapters(c: Conversion, is_v1: bool) -> None:
         return
     for name in filter(c.has, ("lora_target", "peft_config.target_modules")):
         target = c.get(name)
-        layers = target if isinstance(target, list) else [one.strip() for one in str(target).split(",")]
+        layers = as_list(target)
         c.carry(name, "model.lora.target_modules", "all-linear" if layers == ["all"] else layers)
     if c.has("additional_target"):
-        c.carry(
-            "additional_target",
-            "model.lora.modules_to_save",
-            [one.strip() for one in str(c.get("additional_target")).split(",")],
-        )
+        c.carry("additional_target", "model.lora.modules_to_save", as_list(c.get("additional_target")))
     if c.has("lora_alpha"):
         c.carry("lora_alpha", "model.lora.lora_alpha", as_whole(c.get("lora_alpha")))
     elif not is_v1:
@@ -281,7 +275,9 @@ def _quantized(c: Conversion) -> None:
             c.drop(key, f"quantized by {c.get('quantization_method')}; bitsandbytes is the only way here")
         return
     for key in filter(c.has, ("quantization_bit", "quantization_method", "quantization_type")):
-        if kind is None:
+        if kind is not None and "model.lora" not in c.settings:
+            c.drop(key, "no adapters are trained, and quantized weights alone cannot be")
+        elif kind is None:
             c.drop(key, f"quantization_bit={c.get('quantization_bit')}: model.quantization is nf4, fp4 or int8")
         else:
             c.carry(key, "model.quantization", kind)
@@ -293,29 +289,23 @@ def _data(c: Conversion) -> None:
         if not c.has(key):
             continue
         value = c.get(key)
-        names = [one.strip() for one in (value if isinstance(value, list) else str(value).split(","))]
+        names = as_list(value)
         infos = {name: _info(c, name) for name in names}
-        sources = [{"path": name} if infos[name] is None else infos[name] for name in names]
+        found = [{"path": name} if infos[name] is None else infos[name] for name in names]
         if rows and to == "data.train":
-            sources = [{**(source or {}), "rows": rows} for source in sources]
+            found = [{**(source or {}), "rows": rows} for source in found]
         why = _NAMED if None in infos.values() else "as dataset_info.json describes it"
-        c.change(key, to, sources, why)
+        c.change(key, to, found, why)
     if "data.train" not in c.settings:
         c.settings["data.train"] = "DATA"
-        c.comments["data.train"] = ["the file names no dataset: write a file, a folder or an id on the hub"]
+        c.comments["data.train"] = [sources.NO_DATASET]
     if c.has("max_samples") and rows:
         c.account(
             c.changed,
             "max_samples",
             f"data.train.rows: {rows} (from each source, drawn at random; a source with fewer is refused)",
         )
-    size = as_number(c.get("val_size"))
-    if c.has("val_size") and size and 0 < size < 1:
-        c.carry("val_size", "data.held_out", size)
-    elif c.has("val_size") and size:
-        c.change("val_size", "data.held_out", 0.01, f"{size:g} rows there, and a fraction of the rows here")
-    elif c.has("val_size"):
-        c.keep("val_size", "no eval split")
+    sources.held_out_size(c, "val_size")
     for key in filter(c.has, ("mix_strategy", "interleave_probs")):
         if c.get(key) == "concat":
             c.keep(key, "all rows of all sources")

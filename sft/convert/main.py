@@ -14,9 +14,11 @@ import yaml
 
 from sft.convert import axolotl, llamafactory, torchtune, trl
 from sft.convert.conversion import Conversion, ConversionError, Row, flatten
-from sft.convert.recipe_text import recipe_text
+from sft.recipe.json_schema import schema_line
 from sft.recipe.load import parse_recipe
 from sft.recipe.other_tools import other_tool
+from sft.recipe.write import recipe_lines
+from sft.terminal import visible_line
 
 TOOLS: dict[str, tuple[Callable[[Conversion], None], Mapping[str, Row]]] = {
     "trl": (trl.convert, trl.TRL),
@@ -95,9 +97,10 @@ def convert(path: Path, gpus: int | None) -> Conversion:
         raise ConversionError(_unknown(path, values, tool))
     conversion = Conversion(tool, path.name, flatten(values), gpus)
     TOOLS[tool][0](conversion)
-    if "model.name_or_path" not in conversion.settings:
-        why = next((why for why in conversion.dropped.values() if "model.name_or_path" in why), "")
-        raise ConversionError(f"{path} names no model{': ' * bool(why)}{why}.")
+    for key in ("model.name_or_path", "data.train", "train.global_batch_size"):
+        if key not in conversion.settings:
+            why = next((f": {why}" for why in conversion.dropped.values() if key in why), "")
+            raise ConversionError(f"{path} gives no usable {key}{why}.")
     return conversion
 
 
@@ -122,6 +125,29 @@ def _unknown(path: Path, values: dict[str, Any], tool: str | None) -> str:
         f"{path} is no config of a tool that is known here: {', '.join(TOOLS)}. Its keys are {names}. A recipe is short to write by hand: "
         "README.md has one."
     )
+
+
+def recipe_text(c: Conversion, command: str, folder: Path = Path()) -> str:
+    """The recipe as YAML.
+
+    Args:
+        c: What it holds.
+        command: How it was made.
+        folder: Where it will lie.
+    """
+    counts = (
+        f"{len(c.carried)} keys carried over, {len(c.changed)} with another meaning, {len(c.dropped)} not carried over"
+    )
+    lines = [
+        f"# From {visible_line(c.file)}, a config of {c.tool}: {counts}.",
+        f"#   {visible_line(command)}",
+        "# Look at what the model will see, and at every decision, before you train: sft show, sft plan.",
+        *filter(None, [schema_line(folder)]),
+        "schema_version: 1",
+        "version: 1",
+    ]
+    lines += recipe_lines(c.settings, c.comments)
+    return "\n".join(lines) + "\n"
 
 
 def main(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> None:
@@ -167,7 +193,8 @@ def _report(c: Conversion) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for key, why in c.dropped.items():
         reasons.setdefault(why, []).append(key)
-    return lines + [f"  {', '.join(keys)}: {why}" for why, keys in reasons.items()]
+    lines += [f"  {', '.join(keys)}: {why}" for why, keys in reasons.items()]
+    return [visible_line(line) for line in lines]
 
 
 def _write(output: Path, text: str, templates: dict[str, str]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from sft.convert import common
+from sft.convert import common, sources
 from sft.convert.common import as_whole, is_true
-from sft.convert.conversion import Conversion, ConversionError, as_number, table
+from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, table
 
 TORCHTUNE = table(
     """
@@ -51,7 +50,7 @@ optimizer.weight_decay -> train.weight_decay (0.01)
 optimizer.betas -> train.adam_beta2 (0.999) -- and train.adam_beta1
 optimizer.eps -> train.adam_epsilon
 optimizer.fused -- AdamW is fused where it can be
-optimizer.* -- set train.optim_args
+optimizer.* -- the optimizer here takes other arguments: train.optim_args
 optimizer_in_bwd -- a step is taken after the backward pass
 lr_scheduler._component_ -> train.lr_scheduler_type ("constant")
 lr_scheduler.num_warmup_steps -> train.warmup_steps
@@ -170,21 +169,15 @@ def convert(c: Conversion) -> None:
     steps, epochs = as_whole(c.get("max_steps_per_epoch")), as_number(c.get("epochs")) or 1
     if c.has("max_steps_per_epoch") and steps:
         c.change("max_steps_per_epoch", "train.max_steps", int(steps * epochs), "over all epochs")
-    if c.has("fsdp_cpu_offload") and is_true(c.get("fsdp_cpu_offload")):
+    if c.gpus and c.gpus > 1:
         c.settings["train.fsdp"] = {}
-    elif c.has("fsdp_cpu_offload"):
-        c.keep("fsdp_cpu_offload", "not offloaded")
+        c.comments["train.fsdp"] = ["torchtune's recipes for several GPUs shard with FSDP2"]
     c.apply(TORCHTUNE)
 
 
 def _optimizer(c: Conversion) -> None:
-    key = "optimizer._component_"
-    theirs = str(c.get(key))
-    ours = _OPTIMIZERS.get(theirs, theirs.rpartition(".")[2].lower())
-    if ours == "adamw":
-        c.keep(key, "AdamW")
-    else:
-        c.change(key, "train.optim", ours, f"here its name is {ours}")
+    theirs = str(c.get("optimizer._component_"))
+    common.optimizer(c, "optimizer._component_", _OPTIMIZERS.get(theirs, theirs))
     betas = c.get("optimizer.betas")
     if isinstance(betas, list) and len(betas) == 2:
         c.set("train.adam_beta1", betas[0])
@@ -212,46 +205,41 @@ def _adapters(c: Conversion) -> None:
         if c.has("model.quantize_base"):
             c.carry("model.quantize_base", "model.quantization", "nf4")
     names = [
-        {"output_proj": "o_proj"}.get(name, name) for name in c.get("model.lora_attn_modules", ["q_proj", "v_proj"])
+        {"output_proj": "o_proj"}.get(name, name)
+        for name in as_list(c.get("model.lora_attn_modules", ["q_proj", "v_proj"]))
     ]
     names += ["gate_proj", "up_proj", "down_proj"] if is_true(c.get("model.apply_lora_to_mlp")) else []
     for key in filter(c.has, ("model.lora_attn_modules", "model.apply_lora_to_mlp")):
         c.change(key, "model.lora.target_modules", names, "Hugging Face's names of the layers")
 
 
+_NAMES = {"source": "path", "data_files": "path", "name": "name", "subset": "name", "split": "split"}
+
+
 def _data(c: Conversion) -> None:
-    key = "dataset._component_"
-    kind = str(c.get(key)).rpartition(".")[2]
+    kind = str(c.get("dataset._component_")).rpartition(".")[2]
     path, format = _DATASETS.get(kind, (None, None))
-    files = c.get("dataset.data_files")
-    source: dict[str, Any] = {"path": str(files or c.get("dataset.source") or path or "DATA")}
-    for name in filter(c.has, ("dataset.source", "dataset.data_files")):
-        c.account(c.carried, name, f"data.train.path: {source['path']}")
+    held_out = _held_out(c)
+    source = sources.read_source(c, "dataset.", "data.train", _NAMES)
+    source["path"] = path if path and source["path"] == "DATA" else source["path"]
     if c.has("dataset.conversation_style"):
         format = "sharegpt" if c.get("dataset.conversation_style") == "sharegpt" else "messages"
         c.account(c.carried, "dataset.conversation_style", f"data.train.format: {format}")
     source |= {"format": format} if format else {}
-    columns = dict(_COLUMNS.get(kind, {}))
+    source |= {"columns": _COLUMNS[kind]} if kind in _COLUMNS else {}
     ours = {"input": "prompt", "output": "completion"} if format == "prompt_completion" else {}
-    for name in [name for name in c.keys if name.startswith("dataset.column_map.") and c.has(name)]:
-        theirs = name.rpartition(".")[2]
-        columns[ours.get(theirs, theirs)] = str(c.get(name))
-        c.account(c.carried, name, f"data.train.columns: {ours.get(theirs, theirs)}")
-    for name, column in (
-        ("dataset.column", "text"),
-        ("dataset.conversation_column", "conversations" if format == "sharegpt" else "messages"),
-    ):
-        if c.has(name):
-            columns |= {column: str(c.get(name))} if c.get(name) != column else {}
-            c.account(c.carried, name, f"data.train.columns: {column}")
-    source |= {"columns": columns} if columns else {}
-    for name in filter(c.has, ("dataset.name", "dataset.subset")):
-        source["name"] = str(c.get(name))
-        c.account(c.carried, name, f"data.train.name: {source['name']}")
-    _splits(c, source)
-    c.change(key, "data.train", [source], "the dataset that it loads; the chat template renders the rows")
-    if not path and source["path"] == "DATA":
-        c.comments["data.train"].append("write a file, a folder or an id on the hub")
+    for name in ("instruction", "input", "output", "text"):
+        sources.column(c, f"dataset.column_map.{name}", "data.train", ours.get(name, name), source)
+    sources.column(c, "dataset.column", "data.train", "text", source)
+    sources.column(c, "dataset.conversation_column", "data.train", "conversations", source)
+    if held_out:
+        source.pop("epochs", None)
+        c.settings["data.held_out"] = held_out
+    c.change(
+        "dataset._component_", "data.train", [source], "the dataset that it loads; the chat template renders the rows"
+    )
+    if source["path"] == "DATA":
+        c.comments.setdefault("data.train", []).append("write a file, a folder or an id on the hub")
     trains_prompt = c.get("dataset.train_on_input", kind.startswith("alpaca"))
     if c.has("dataset.train_on_input"):
         c.carry("dataset.train_on_input", "data.loss_on", "all" if is_true(trains_prompt) else "auto")
@@ -259,24 +247,14 @@ def _data(c: Conversion) -> None:
         c.default("dataset.train_on_input", "data.loss_on", "all", " of Alpaca's datasets: the prompt is trained too")
 
 
-def _splits(c: Conversion, source: dict[str, Any]) -> None:
-    split, fraction = common.split_of(str(c.get("dataset.split", "train")))
-    source |= {"split": split} if split != "train" else {}
-    held_out = str(c.get("dataset_val.split", ""))
-    if c.has("dataset_val.split") and fraction and common.split_of(held_out) == (split, round(1 - fraction, 10)):
-        size = round(1 - fraction, 10)
-        c.change("dataset_val.split", "data.held_out", size, "that fraction of the rows, drawn with data.seed")
-        if c.has("dataset.split"):
-            c.account(c.changed, "dataset.split", f"data.held_out: {size} (the rest is trained)")
-        return
-    if c.has("dataset_val.split"):
+def _held_out(c: Conversion) -> float | None:
+    """The eval split, where it is what the training leaves of the same split."""
+    split, fraction = sources.split_of(str(c.get("dataset.split", "train")))
+    rest = round(1 - fraction, 10) if fraction else 0
+    if not c.has("dataset_val.split"):
+        return None
+    if not rest or sources.split_of(str(c.get("dataset_val.split"))) != (split, rest):
         c.drop("dataset_val.split", "give the eval split in data.held_out")
-    if c.has("dataset.split") and fraction:
-        source["epochs"] = fraction
-        c.account(
-            c.changed,
-            "dataset.split",
-            f"data.train.epochs: {fraction} (that fraction of the rows, drawn with data.seed)",
-        )
-    elif c.has("dataset.split"):
-        c.account(c.carried, "dataset.split", f"data.train.split: {split}")
+        return None
+    c.change("dataset_val.split", "data.held_out", rest, "that fraction of the rows, drawn with data.seed")
+    return rest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sft.convert import common
+from sft.convert import common, sources
 from sft.convert.common import is_true
 from sft.convert.conversion import Conversion, ConversionError, as_number, table
 
@@ -23,8 +23,8 @@ lora_modules_to_save -> model.lora.modules_to_save
 use_rslora use_dora -> model.lora.*
 lora_task_type -- always CAUSAL_LM
 load_in_4bit load_in_8bit bnb_4bit_quant_type -> model.quantization
-use_bnb_nested_quant -> model.bnb_4bit_use_double_quant
-bnb_4bit_quant_storage -> model.bnb_4bit_quant_storage
+use_bnb_nested_quant -> model.bnb_4bit_use_double_quant (false)
+bnb_4bit_quant_storage -- the engine decides it
 chat_template -> model.chat_template -- text in the file becomes a .jinja file beside the recipe
 chat_template_path -> model.chat_template -- a .jinja file; a model whose template to take is not read
 eos_token pad_token -> model.*
@@ -68,7 +68,7 @@ lr_scheduler_kwargs.* -> train.min_lr_ratio
 warmup_steps -> train.warmup_steps
 warmup_ratio -> train.warmup_ratio
 optim -> train.optim
-optim_args -> train.optim_args
+optim_args optim_args.* -- train.optim_args takes the arguments of lion, adafactor and muon
 weight_decay adam_beta1 adam_epsilon max_grad_norm label_smoothing_factor neftune_noise_alpha -> train.*
 adam_beta2 -> train.adam_beta2 (0.999)
 bf16 fp16 -> train.precision
@@ -166,7 +166,8 @@ def convert(c: Conversion) -> None:
         c.note(key, "train.precision", rows[key].note)
     _model(c)
     _adapters(c)
-    sources(c)
+    common.quantized(c)
+    _sources(c)
     evaluation(c)
     common.best(c, "early_stopping_patience")
     common.deepspeed(c)
@@ -253,14 +254,6 @@ def _model(c: Conversion) -> None:
                 "chat_template_path",
                 f"{path} is a model whose template to take: save it as a .jinja file and set model.chat_template",
             )
-    for key, kind in (("load_in_4bit", str(c.get("bnb_4bit_quant_type", "nf4"))), ("load_in_8bit", "int8")):
-        if c.has(key):
-            quantize(c, key, kind if is_true(c.get(key)) else None)
-    if c.has("bnb_4bit_quant_type"):
-        if is_true(c.get("load_in_4bit")):
-            quantize(c, "bnb_4bit_quant_type", str(c.get("bnb_4bit_quant_type")))
-        else:
-            c.drop("bnb_4bit_quant_type", "no effect without load_in_4bit")
 
 
 def _adapters(c: Conversion) -> None:
@@ -273,93 +266,45 @@ def _adapters(c: Conversion) -> None:
     c.note("use_peft", "model.lora", "adapters are trained where model.lora is given; final/ is the merged model")
 
 
-def quantize(c: Conversion, key: str, kind: str | None) -> None:
-    """Convert a flag of bitsandbytes."""
-    if kind is None:
-        c.keep(key, "not quantized")
-    else:
-        c.carry(key, "model.quantization", kind)
-
-
-def sources(c: Conversion) -> None:
-    """Convert the datasets to data.train, and the test split to data.held_out."""
-    found: list[dict[str, Any]] = []
-    evaluates = (
-        str(c.get("eval_strategy", c.get("evaluation_strategy", "no"))).removeprefix("IntervalStrategy.").lower()
-        != "no"
-    )
+def _sources(c: Conversion) -> None:
+    train: list[dict[str, Any]] = []
+    held_out: list[dict[str, Any]] = []
+    names = {
+        "dataset_name": "path",
+        "dataset_config": "name",
+        "dataset_train_split": "split",
+        "dataset_streaming": "streaming",
+    }
+    mixture = {"dataset_mixture.datasets": {"id": "path", "config": "name", "split": "split", "weight": "epochs"}}
+    mixture["datasets"] = {"path": "path", "name": "name", "split": "split", "fraction": "weight"}
     if c.has("dataset_name"):
-        source: dict[str, Any] = {"path": str(c.get("dataset_name"))}
-        for key, ours in (
-            ("dataset_config", "name"),
-            ("dataset_train_split", "split"),
-            ("dataset_streaming", "streaming"),
-        ):
-            if c.has(key):
-                c.account(c.carried, key, f"data.train.{ours}: {c.get(key)}")
-                source[ours] = c.get(key) if ours != "streaming" else is_true(c.get(key))
-        c.account(c.carried, "dataset_name", f"data.train: {source['path']}")
-        if evaluates and not c.get("dataset_mixture.datasets.0.id"):
+        train.append(sources.read_source(c, "", "data.train", names))
+        if strategy_of(c, "eval_strategy", "evaluation_strategy") not in ("no", "false"):
             split = str(c.get("dataset_test_split", "test"))
-            c.settings["data.held_out"] = [
-                {key: value for key, value in source.items() if key != "split"} | {"split": split}
-            ]
+            held_out = [{key: value for key, value in train[0].items() if key != "epochs"} | {"split": split}]
             if c.has("dataset_test_split"):
-                c.carry("dataset_test_split", "data.held_out", c.settings["data.held_out"])
+                c.account(c.carried, "dataset_test_split", f"data.held_out.split: {split}")
         elif c.has("dataset_test_split"):
             c.drop("dataset_test_split", "eval_strategy is `no`")
-        found.append(source)
-    found += _mixture(
-        c, "dataset_mixture.datasets", {"id": "path", "config": "name", "split": "split", "weight": "epochs"}
-    )
-    found += _mixture(c, "datasets", {"path": "path", "name": "name", "split": "split", "fraction": "weight"})
+    for prefix, ours in mixture.items():
+        for index in sources.indices(c, prefix):
+            source = sources.read_source(c, f"{prefix}.{index}.", f"data.train.{len(train)}", ours)
+            if source.get("name") == "default":
+                del source["name"]
+            train.append(source)
     for key in [key for key in c.keys if key.startswith("dataset_mixer.") and c.has(key)]:
-        found.append({"path": key.removeprefix("dataset_mixer.")} | _fraction(c, key))
-    size_key = next((key for key in ("dataset_mixture.test_split_size", "test_split_size") if c.has(key)), "")
-    if size_key:
-        size = as_number(c.get(size_key)) or 0
-        if 0 < size < 1:
-            c.carry(size_key, "data.held_out", size)
-        elif size:
-            c.change(size_key, "data.held_out", 0.01, f"{size:g} rows there, and a fraction of the rows here")
-    if not found:
-        found.append({"path": "DATA"})
-        c.comments["data.train"] = ["the file names no dataset: write a file, a folder or an id on the hub"]
-    only = found[0] if len(found) == 1 else {}
-    c.settings["data.train"] = only["path"] if set(only) == {"path"} else found
+        name = key.removeprefix("dataset_mixer.")
+        source = sources.read_source(c, "dataset_mixer.", f"data.train.{len(train)}", {name: "epochs"})
+        train.append(source | {"path": name})
+    sources.set_sources(c, train, held_out)
+    for key in ("dataset_mixture.test_split_size", "test_split_size"):
+        sources.held_out_size(c, key)
 
 
-def _fraction(c: Conversion, key: str) -> dict[str, float]:
-    fraction = as_number(c.get(key))
-    if fraction is None or fraction <= 0:
-        c.drop(key, "no fraction above 0")
-        return {}
-    c.account(
-        c.changed, key, f"data.train.epochs: {fraction:g} (the fraction of its rows to use, drawn with data.seed)"
-    )
-    return {} if fraction == 1 else {"epochs": fraction}
-
-
-def _mixture(c: Conversion, prefix: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    count = len({key.split(".")[prefix.count(".") + 1] for key in c.keys if key.startswith(f"{prefix}.")})
-    found: list[dict[str, Any]] = []
-    for index in range(count):
-        source: dict[str, Any] = {}
-        for theirs, ours in names.items():
-            key = f"{prefix}.{index}.{theirs}"
-            if not c.has(key):
-                continue
-            if ours == "epochs":
-                source |= _fraction(c, key)
-                continue
-            source[ours] = as_number(c.get(key)) if ours == "weight" else str(c.get(key))
-            c.account(c.carried, key, f"data.train.{index}.{ours}: {source[ours]}")
-        for key in [key for key in c.keys if key.startswith(f"{prefix}.{index}.columns") and c.has(key)]:
-            c.drop(key, "all columns are read, and unused ones listed")
-        if source.get("name") == "default":
-            del source["name"]
-        found.append(source | ({} if source.get("path") else {"path": "DATA"}))
-    return found
+def strategy_of(c: Conversion, *keys: str) -> str:
+    """The first of the strategies that the file gives: no, steps or epoch."""
+    given = next((c.get(key) for key in keys if c.get(key) is not None), "no")
+    return str(given).lower().rpartition(".")[2]
 
 
 def evaluation(c: Conversion) -> None:
@@ -367,7 +312,7 @@ def evaluation(c: Conversion) -> None:
     for key in ("eval_strategy", "evaluation_strategy"):
         if not c.has(key):
             continue
-        strategy = str(c.get(key)).lower().removeprefix("intervalstrategy.")
+        strategy = strategy_of(c, key)
         if strategy in ("no", "false"):
             c.keep(key, "no eval loss unless data.held_out is set")
         elif strategy == "steps":
@@ -381,7 +326,7 @@ def evaluation(c: Conversion) -> None:
     if c.has("do_eval"):
         c.keep("do_eval", "the eval loss is measured where data.held_out is set")
     if c.has("save_strategy"):
-        strategy = str(c.get("save_strategy")).lower().removeprefix("savestrategy.")
+        strategy = strategy_of(c, "save_strategy")
         if strategy == "steps":
             c.keep("save_strategy", "train.save_steps")
         elif strategy in ("no", "false"):
@@ -395,7 +340,9 @@ def _launcher(c: Conversion) -> None:
     key, name = "accelerate_config", str(c.get("accelerate_config", ""))
     if not c.has(key):
         return
-    if name.startswith("zero"):
+    if "train.deepspeed" in c.settings or "train.fsdp" in c.settings:
+        c.drop(key, "the file names the engine too")
+    elif name.startswith("zero"):
         c.change(key, "train.deepspeed", name, "ds_configs/ has a file of that stage")
     elif name.startswith("fsdp"):
         c.change(key, "train.fsdp", {}, "FSDP2")

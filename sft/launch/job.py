@@ -26,6 +26,7 @@ from sft.plan.resolve import resolve_plan
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Recipe
 from sft.run.directory import check_names
+from sft.train.tracking import check_trackers
 
 
 def parse_command_line(argv: Sequence[str], module: str) -> tuple[Path, list[str]]:
@@ -62,6 +63,7 @@ def check_recipe(recipe_path: Path, overrides: Sequence[str], hardware: Hardware
         check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     check_tasks_during(recipe)
+    check_trackers(recipe.tracking)
     return CheckedRecipe(recipe, path, tuple(overrides), hardware, data)
 
 

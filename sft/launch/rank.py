@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ from sft.launch.prepare import end_preparation, plan_beside_preparation, prepare
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
+from sft.plan.optimizer import uses_bitsandbytes
 from sft.plan.plan import print_plan
 from sft.plan.warnings import plan_warnings
 from sft.run.directory import Run, lost_folder_reported
@@ -134,6 +136,9 @@ def join(job: Job) -> None:
     if job.recipe.debug:
         distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu)
     distributed.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
+    if not uses_bitsandbytes(job.recipe):
+        # peft imports it wherever it is installed, which takes half a second.
+        sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params

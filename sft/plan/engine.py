@@ -34,7 +34,7 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
     """
     train, adapters = recipe.train, recipe.model.lora is not None
     sharded = ["zero2", "zero3", "zero2_offload", "zero3_offload"]
-    if train.tensor_parallel_size > 1:
+    if train.tensor_parallel_size > 1 or (train.optim not in ("adamw", "lion") and train.sequence_parallel_size == 1):
         return ["none"]
     if train.sequence_parallel_size > 1:
         return sharded
@@ -47,6 +47,7 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
     # Adapters leave no optimizer to speak of on the GPU, and ZeRO-3 does not compile.
     unfit = {"zero2_offload"} if adapters else set()
     unfit |= {"zero3", "zero3_offload"} if recipe.model.compile else set()
+    unfit |= {"zero2_offload", "zero3_offload"} if train.optim != "adamw" else set()
     return [name for name in order if name not in unfit]
 
 

@@ -95,7 +95,9 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
 
 def bytes_per_parameter(job: Job) -> tuple[int, int]:
     """What one trained parameter takes in a checkpoint, and in final/."""
-    moments, has_copy = 8, job.plan.weights.value == MASTER
+    # At most: some keep fewer bytes for some weights.
+    moments = {"adafactor": 1, "lion": 4}.get(job.recipe.train.optim, 8)
+    has_copy = job.plan.weights.value == MASTER
     if job.deepspeed is None:
         return (2 + 4 + moments, 2) if has_copy else (4 + moments, 4)
     weights = 2 if has_copy or job.plan.precision.value != "fp32" else 4

@@ -22,6 +22,7 @@ from math import ceil
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.optimizer import state_bytes
 from sft.plan.precision import computes_in_half, gradient_bytes
 from sft.recipe.schema import Recipe
 
@@ -133,11 +134,15 @@ class _Sizes:
         self.adapters = lora is not None
         # At most, an adapter for each matrix of a plain decoder: query, key, value, output have h + h each; gate, up, down h + f.
         of_adapters = lora.r * self.layers * (8 * self.hidden + 3 * (self.hidden + self.wide)) if lora else 0.0
-        self.trained = of_adapters if lora else self.parameters
+        # Layers beside adapters that are trained whole are mostly the embeddings.
+        whole = len(lora.modules_to_save) * self.embedding if lora else 0.0
+        self.trained = of_adapters + whole if lora else self.parameters - model.frozen_parameters
+        # Beside fp32 weights, which are among the weights where the optimizer steps on them itself.
+        self.moments = state_bytes(recipe, self.trained, 0.0 if lora else self.embedding, self.hidden)
         self.held = self.width * self.parameters + self._quantized(model)
         """Bytes of all weights in the dtype that they are kept in."""
         # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
-        alone = hardware.ranks == 1 and recipe.train.precision != "fp16"
+        alone = hardware.ranks == 1 and recipe.train.precision != "fp16" and recipe.train.optim == "adamw"
         self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
 
     def _quantized(self, model: ModelFacts) -> float:
@@ -151,7 +156,7 @@ class _Sizes:
     def states(self) -> dict[str, float]:
         """Weights, gradients and optimizer on each rank, wherever they are kept.
 
-        Bytes a trained parameter; w = 2 in half precision, else 4:
+        Bytes a trained parameter, with the 8 of AdamW's moments (state_bytes has the other optimizers'); w = 2 in half precision, else 4:
 
                            weights   gradients    optimizer
             one process    w         4            12         (16-bit gradients where sft/plan/precision.py has them; fp32: 4, 4, 8)
@@ -160,18 +165,18 @@ class _Sizes:
             ZeRO-2         w         4/N          12/N
             ZeRO-3         w/N       4/N          12/N
         """
-        stage, parameters = self.engine.stage, self.parameters
+        stage, trained = self.engine.stage, self.trained
         weights = self.held / (self.ranks if stage == 3 else 1)
         if self.adapters:
-            return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 12 * self.trained}
+            return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 4 * self.trained + self.moments}
         if stage > 0:
-            gradients = (self.width + 4) * parameters if stage == 1 else 4 * parameters / self.ranks
-            return {"weights": weights, "gradients": gradients, "optimizer": 12 * parameters / self.ranks}
+            gradients = (self.width + 4) * trained if stage == 1 else 4 * trained / self.ranks
+            return {"weights": weights, "gradients": gradients, "optimizer": (4 * trained + self.moments) / self.ranks}
         if self.autocasts or not self.is_half:
             copies = self.width if self.autocasts else 0
-            return {"weights": (4 + copies) * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
-        of_gradient = gradient_bytes(parameters, self.gpu_gib, self.recipe.train.global_batch_size != 1)
-        return {"weights": weights, "gradients": of_gradient * parameters, "optimizer": 12 * parameters}
+            return {"weights": (4 + copies) * self.parameters, "gradients": 4 * trained, "optimizer": self.moments}
+        of_gradient = gradient_bytes(trained, self.gpu_gib, self.recipe.train.global_batch_size != 1)
+        return {"weights": weights, "gradients": of_gradient * trained, "optimizer": 4 * trained + self.moments}
 
     def buffers(self) -> float:
         """What the engine reduces and gathers in."""

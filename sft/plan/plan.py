@@ -71,7 +71,7 @@ class Plan:
     """GiB that each GPU needs, by arithmetic; None where nothing can be counted."""
     precision: Decision[str]
     weights: Decision[str]
-    """What the trained weights are kept in; AdamW is always the fused one."""
+    """What the trained weights are kept in."""
     quantization: Decision[str]
     """What the frozen base is kept in: `nf4`, `fp4`, `int8` or `none`."""
     gradients: Decision[str]
@@ -94,9 +94,13 @@ class Plan:
     """Slots of a step that dummy sequences fill, so that the ranks divide it evenly."""
     learning_rate: Decision[float]
     """The peak."""
+    optimizer: Decision[str]
     lr_scheduler_type: Decision[str]
     warmup_steps: Decision[int | None]
     """None until the data is counted, where it is a fraction of the steps."""
+    neftune_noise_alpha: Decision[float]
+    """0: no noise."""
+    label_smoothing_factor: Decision[float]
     documents_per_step: Decision[float | None]
     trained_tokens_per_step: Decision[int | None]
     steps_per_epoch: Decision[int | None]

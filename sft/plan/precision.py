@@ -50,7 +50,7 @@ def resolve_weights(
         (
             recipe.model.lora is not None,
             f"{recipe.model.quantization or precision}, frozen",
-            "adapters are trained beside them",
+            f"adapters are trained beside them: {recipe.model.lora.words if recipe.model.lora else ''}",
         ),
         (precision == "fp32", "fp32", "the precision"),
         (zero, MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which is sharded over the ranks"),
@@ -60,6 +60,11 @@ def resolve_weights(
             resolve_fsdp(recipe, hardware) is not None,
             "fp32",
             "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16",
+        ),
+        (
+            recipe.train.optim != "adamw",
+            "fp32",
+            f"{recipe.train.optim} steps on the weights themselves; bf16 by autocast",
         ),
         (hardware.ranks == 1, MASTER, "AdamW steps on the copy, which keeps what bf16 would round away"),
         (True, "fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks"),

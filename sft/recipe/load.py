@@ -235,6 +235,7 @@ _OTHER_NAMES = {
     "batch_size": "global_batch_size",
     "per_device_train_batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "global_batch_size` (accumulation follows from it), not `gradient_accumulation_steps",
+    "optimizer": "optim",
     "lr_scheduler": "lr_scheduler_type",
     "lr_scheduler_kwargs": "min_lr_ratio`, `lr_decay_steps`, `lr_decay_type` and `lr_power",
     "bf16": "precision",

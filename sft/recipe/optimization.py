@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from sft.recipe.section import Fraction, Section, fixed, named
 
@@ -24,6 +24,60 @@ Schedule = Literal[
 
 ENDS_ABOVE_ZERO = ("cosine", "cosine_with_min_lr", "warmup_stable_decay", "polynomial")
 """Schedules that train.min_lr_ratio has an effect on."""
+
+
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion", "muon"]
+
+_OTHER_OPTIMIZERS = {
+    **dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "it is `adamw` here, torch's fused one"
+    ),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit"), "it is `adamw_8bit` here, bitsandbytes'"),
+    **dict.fromkeys(
+        ("paged_adamw", "paged_adamw_32bit"), "paged states are 8-bit here: `paged_adamw_8bit`, or `adamw`"
+    ),
+    **dict.fromkeys(
+        ("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), "it is `lion` here, with fp32 states"
+    ),
+    **dict.fromkeys(
+        ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+        "it trains at other weights than it evaluates and saves, which checkpoints here do not tell apart; `adamw` with lr_scheduler_type "
+        "constant or warmup_stable_decay needs no number of steps either",
+    ),
+}
+"""Names of transformers, and what to write."""
+
+
+class LionArguments(Section):
+    """What `optim_args` may hold for lion."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+
+
+class AdafactorArguments(Section):
+    """What `optim_args` may hold for adafactor."""
+
+    decay_rate: float = Field(default=-0.8, lt=0, ge=-1)
+    clip_threshold: float = Field(default=1.0, gt=0)
+    scale_parameter: bool = False
+
+
+class MuonArguments(Section):
+    """What `optim_args` may hold for muon."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    nesterov: bool = True
+    ns_steps: int = Field(default=5, gt=0, lt=100)
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+
+class NoArguments(Section):
+    """For optimizers that have keys of their own."""
+
+
+_ARGUMENTS: dict[str, type[Section]] = {"lion": LionArguments, "adafactor": AdafactorArguments, "muon": MuonArguments}
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class Optimization(Section):
@@ -55,11 +109,19 @@ class Optimization(Section):
     lr_power: Annotated[float, _SCHEDULE] = Field(default=1.0, gt=0)
     """Power of the schedule polynomial: 1 is a line, 2 falls faster at first."""
 
+    optim: Annotated[Optimizer, _OPTIMIZER] = "adamw"
+    """The optimizer; docs/optimizers.md has its memory, and the engines that take it. `muon`: for the matrices of the layers, AdamW for
+    the rest."""
+
+    optim_args: Annotated[dict[str, JsonValue], _OPTIMIZER] = Field(default_factory=dict)
+    """Arguments of lion (beta1, beta2), adafactor (decay_rate, clip_threshold, scale_parameter) and muon (momentum, nesterov, ns_steps,
+    adjust_lr_fn)."""
+
     weight_decay: Annotated[float, _OPTIMIZER] = Field(default=0.0, ge=0)
-    """Weight decay of AdamW, on all weights except biases and norms."""
+    """Decoupled weight decay, on all weights except biases and norms."""
 
     adam_beta1: Annotated[float, _OPTIMIZER] = Field(default=0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
+    """Decay of AdamW's first moment; also of the 8-bit ones, and of muon's AdamW."""
 
     adam_beta2: Annotated[float, _OPTIMIZER] = Field(default=0.95, ge=0, lt=1)
     """Decay of AdamW's second moment."""
@@ -75,6 +137,40 @@ class Optimization(Section):
                 f"{value:g} is no number of steps: for that fraction of all steps set warmup_ratio={value:g}"
             )
         return value
+
+    @field_validator("optim", mode="before")
+    @classmethod
+    def _names_of_transformers(cls, value: object) -> object:
+        if isinstance(value, str) and value in _OTHER_OPTIMIZERS:
+            raise ValueError(f"{value}: {_OTHER_OPTIMIZERS[value]}")
+        return value
+
+    @property
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """`optim_args` with the defaults of the optimizer."""
+        return _ARGUMENTS.get(self.optim, NoArguments).model_validate(self.optim_args).model_dump()
+
+    @model_validator(mode="after")
+    def _one_optimizer(self) -> Optimization:
+        known = _ARGUMENTS.get(self.optim, NoArguments)
+        try:
+            known.model_validate(self.optim_args)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, what = (
+                ".".join(map(str, first["loc"])),
+                f"{first['msg'].replace('Input should be', 'must be')}, got {first['input']!r}",
+            )
+            if first["type"] == "extra_forbidden":
+                what = f"unknown to optim={self.optim}, which takes {', '.join(known.model_fields) or 'none'}"
+            raise ValueError(f"optim_args.{name}: {what}") from None
+        unused = [key for key in _ADAM if key in self.model_fields_set] if self.optim in ("adafactor", "lion") else []
+        if unused:
+            takes = ", ".join(known.model_fields)
+            raise ValueError(
+                f"{' and '.join(unused)} has no effect with optim={self.optim}: remove it; optim_args takes {takes}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_schedule(self) -> Optimization:

@@ -16,10 +16,13 @@ _SCHEDULE = named("the new schedule applies from the step that was reached")
 _PEAK = named("the schedule has the new peak from here on")
 _NORM = named("gradients are clipped to the new norm from here on")
 _BEST = named("the measurements so far are judged by the new value")
+_NOISE = named("the new noise is added from here on")
+_SMOOTHING = named("labels are smoothed by the new factor from here on")
 _PRECISION = named("the new dtype from here on; AdamW's fp32 state carries over; never to or from fp16")
 
 
 EVAL_LOSS = "eval_loss"
+_OF_BEST = "metric_for_best_model greater_is_better early_stopping_patience early_stopping_threshold".split()
 
 
 class Fsdp(Section):
@@ -76,6 +79,13 @@ class Train(Optimization):
 
     max_grad_norm: Annotated[float, _NORM] = Field(default=1.0, ge=0)
     """Clip the gradient to this norm; 0 never clips."""
+
+    neftune_noise_alpha: Annotated[float | None, _NOISE] = Field(default=None, gt=0)
+    """NEFTune: add uniform noise to the embeddings in training, of +-alpha / sqrt(document's length x hidden size). 5 to 15 are usual."""
+
+    label_smoothing_factor: Annotated[float, _SMOOTHING] = Field(default=0.0, ge=0, lt=1)
+    """Take this fraction of the loss from all tokens of the vocabulary, evenly, and the rest from the target. It needs all logits. The eval
+    loss is without it."""
 
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], _PRECISION] = "auto"
     """Dtype of the forward and backward pass. `auto`: bf16 where the GPU supports it, else fp32."""
@@ -202,16 +212,11 @@ class Train(Optimization):
     @model_validator(mode="after")
     def _best_is_measured_at_checkpoints(self) -> Train:
         if not self.load_best_model_at_end:
-            given = {
-                "metric_for_best_model",
-                "greater_is_better",
-                "early_stopping_patience",
-                "early_stopping_threshold",
-            }
-            for name in sorted(given & self.model_fields_set):
-                raise ValueError(
-                    f"{name} has no effect without load_best_model_at_end: set that to true, or remove {name}"
-                )
+            for name in _OF_BEST:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} has no effect without load_best_model_at_end: set that to true, or remove {name}"
+                    )
             return self
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ValueError(

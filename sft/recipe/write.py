@@ -13,6 +13,7 @@ import yaml
 from sft.recipe.changes import recipe_keys
 from sft.recipe.schema import Recipe
 from sft.recipe.section import Section, sections_in
+from sft.terminal import visible_line
 
 _WIDTH = 118
 _PLAIN = re.compile(r"[A-Za-z~./][\w./ +-]*")
@@ -75,7 +76,9 @@ def _is_default(key: str, value: Any) -> bool:
 
 def _lines(name: str, value: Any, key: str, comments: Mapping[str, Sequence[str]], indent: int) -> list[str]:
     space = "  " * indent
-    said = [f"{space}# {line}" for text in comments.get(key, []) for line in wrap(text, _WIDTH - len(space) - 2)]
+    # YAML ends a comment at more than \n, such as U+2028.
+    texts = map(visible_line, comments.get(key, []))
+    said = [f"{space}# {line}" for text in texts for line in wrap(text, _WIDTH - len(space) - 2)]
     if value is _UNSET:
         return said
     if isinstance(value, dict) and value:

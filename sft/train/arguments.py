@@ -15,13 +15,12 @@ from trl import SFTConfig
 from sft.errors import RecipeError, did_you_mean
 from sft.model.weight_checks import DTYPES
 from sft.parallel.fsdp import plugin_arguments, policies
-from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.tensor import parallelism_config
 from sft.plan.job import Job
 from sft.plan.parallelism import mesh_shape
-from sft.plan.precision import MASTER
 from sft.plan.schedule import TIMESCALE, decay_steps
 from sft.run.directory import Run
+from sft.train.optimizers import steps_on_copies
 
 SCHEDULES = {
     "cosine": "cosine_with_min_lr",
@@ -59,11 +58,6 @@ def planned_schedule(job: Job, steps: int) -> Any:
     return get_scheduler(name, optimizer, warmup, steps, schedule_arguments(job))
 
 
-def _steps_on_copies(job: Job) -> bool:
-    """Whether AdamW itself keeps fp32 copies of the weights; under ZeRO, DeepSpeed does."""
-    return job.deepspeed is None and job.plan.weights.value == MASTER
-
-
 def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
     """Everything that the recipe and the plan decide, under SFTConfig's names."""
     recipe, plan, train = job.recipe, job.plan, job.recipe.train
@@ -84,7 +78,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
         # Autocast is for fp32 weights: bf16 weights compute in bf16 without it. DeepSpeed reads the same name; FSDP2 has a policy.
-        "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job) and job.fsdp is None,
+        "bf16": plan.precision.value == "bf16" and not steps_on_copies(job) and job.fsdp is None,
         "fp16": plan.precision.value == "fp16",
         "optim": "adamw_torch_fused",
         # Without it each rank of a CPU job trains on its own.
@@ -98,10 +92,11 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "logging_steps": train.logging_steps,
         "logging_first_step": True,
         "report_to": list(recipe.tracking.report_to) or "none",
+        "project": recipe.tracking.project,  # trackio's; the others read it from the environment
         # The filter would hide losses that are not finite, and wait for the device at each micro-batch.
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
-        "deepspeed": job.deepspeed.config if job.deepspeed else None,
+        "deepspeed": _deepspeed(job),
         "parallelism_config": parallelism_config(job),
         # transformers cannot save the optimizer of tensor-parallel layers; RecipeTrainer can, and resets this.
         "save_only_model": train.tensor_parallel_size > 1,
@@ -120,6 +115,13 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "average_tokens_across_devices": True,
         **_sharding_arguments(job),
     }
+
+
+def _deepspeed(job: Job) -> dict[str, Any] | None:
+    if job.deepspeed is None:
+        return None
+    # sft/plan/optimizer.py lets through what was tested.
+    return job.deepspeed.config | ({} if job.recipe.train.optim == "adamw" else {"zero_allow_untested_optimizer": True})
 
 
 def _sharding_arguments(job: Job) -> dict[str, Any]:
@@ -159,10 +161,11 @@ _DECIDED_BY = {
     "scripts/export.sh, which uploads the finished model": (
         "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy push_to_hub"
     ),
+    "train.label_smoothing_factor": "label_smoothing_factor",
+    "train.neftune_noise_alpha": "neftune_noise_alpha",
     "the engine: train.deepspeed or train.fsdp": "fsdp fsdp_config",
     "the launcher": "ddp_backend",
     "the plan": "accelerator_config dataloader_drop_last",
-    "tracking.project": "project",
     "train.gradient_checkpointing": "activation_checkpointing activation_checkpointing_kwargs activation_offloading",
     "train.load_best_model_at_end": "greater_is_better load_best_model_at_end metric_for_best_model",
     "train.logging_steps": "logging_strategy",
@@ -225,16 +228,3 @@ def training_arguments(job: Job, run: Run) -> SFTConfig:
     if job.fsdp is not None:  # SFTConfig has no names for these
         arguments.fsdp_plugin_args |= policies(job.fsdp, DTYPES[job.plan.precision.value], job.hardware.gpu is not None)
     return arguments
-
-
-def optimizer_arguments(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
-    """The optimizer's class and its arguments; None for the plain AdamW that `optim` names."""
-    train = job.recipe.train
-    if not _steps_on_copies(job):
-        return None
-    return MasterAdamW, {
-        "accumulate_in_fp32": job.plan.gradients.value == "fp32",
-        "lr": job.plan.learning_rate.value,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "eps": train.adam_epsilon,
-    }

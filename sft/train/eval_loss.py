@@ -46,8 +46,15 @@ class EvalLoss(TrainerCallback):  # type: ignore[misc]
             if before is not None and state.is_world_process_zero:
                 self.run.update(held_out_loss_before=before)
                 print(f"Eval loss before the first step: {before:.4f}", flush=True)
+            self._track(before, state, control)
         elif self._is_due(state) and self._is_missing(state.global_step):
             self.figure = self.measure()
+            self._track(self.figure, state, control)
+
+    def _track(self, figure: float | None, state: Any, control: Any) -> None:
+        """Send it to the trackers alone: without a loss it is no line of metrics.jsonl."""
+        if figure is not None:
+            self.trainer.callback_handler.on_log(self.trainer.args, state, control, {"eval_loss": figure})
 
     def _is_due(self, state: Any) -> bool:
         return state.global_step >= state.max_steps or bool(self.every and state.global_step % self.every == 0)
@@ -60,6 +67,7 @@ class EvalLoss(TrainerCallback):  # type: ignore[misc]
         """Measure where it is due, unless the training is about to stop."""
         if self._is_due(state) and not (control.should_training_stop and self.stopping.agreed):
             self.figure = self.measure()
+            self._track(self.figure, state, control)
             control.should_log = True
             self.stopping.act(self.stopping.agreed, control)
 

@@ -25,7 +25,7 @@ from sft.train.metrics import Metrics
 from sft.train.profiling import Profile
 from sft.train.runtime_check import RuntimeCheck
 from sft.train.stopping import Stopping, leave_where_stopped
-from sft.train.tracking import resume_trackers
+from sft.train.tracker_runs import FlushTrackers, open_trackers
 from sft.train.trainer import RecipeTrainer, build_trainer, engine_callbacks
 from sft.train.watchdog import Watchdog, name_debug_files
 
@@ -69,7 +69,7 @@ def train(
     for callback in callbacks(trainer, run, watchdog, measured, best, verification):
         trainer.add_callback(callback)
     if distributed.is_rank_0():
-        resume_trackers(trainer, run, choice.step)
+        open_trackers(trainer, run, choice.step)
     started = time.monotonic()
     with distributed.reporting_lost_ranks(recipe, trainer.doing, run, watchdog.stacks):
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
@@ -104,5 +104,6 @@ def callbacks(
         RuntimeCheck(trainer, job, run),
         *filter(None, (*measured.values(), best, verification)),
         Metrics(trainer, run, job.hardware, measured),  # after what measures for its lines
+        *([FlushTrackers(job.recipe.tracking)] if job.recipe.tracking.report_to else []),
         *([Profile(run.path / "profile", job.hardware.gpu is not None)] if job.recipe.train.profile else []),
     ]

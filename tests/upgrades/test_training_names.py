@@ -26,6 +26,7 @@ from trl import SFTTrainer
         "create_accelerator_and_postprocess",
         "create_model_card",
         "create_optimizer",
+        "create_scheduler",
         "get_batch_samples",
         "get_sp_size",
         "log",

@@ -3,8 +3,7 @@
 import pytest
 
 from sft.convert.conversion import ConversionError, flatten
-from sft.convert.main import convert, read_config
-from sft.convert.recipe_text import recipe_text
+from sft.convert.main import convert, read_config, recipe_text
 from sft.recipe.load import parse_recipe
 from tests.conftest import SHARED
 

@@ -10,8 +10,7 @@ import yaml
 
 from sft import cli
 from sft.convert.conversion import ConversionError, flatten
-from sft.convert.main import convert, main, read_config
-from sft.convert.recipe_text import recipe_text
+from sft.convert.main import convert, main, read_config, recipe_text
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 
@@ -155,6 +154,41 @@ def test_schedules(tmp_path: Path, theirs: str, arguments: dict[str, Any], ours:
     }
     train = recipe_of(tmp_path, config).train
     assert {key: getattr(train, key) for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "arguments"),
+    [
+        ("adamw_torch_fused", "adamw", {}),
+        ("adamw_bnb_8bit", "adamw_8bit", {}),
+        ("paged_adamw_8bit", "paged_adamw_8bit", {}),
+        ("paged_adamw_32bit", "adamw", {}),
+        ("lion_8bit", "lion", {"beta1": 0.8, "beta2": 0.999}),
+        ("adafactor", "adafactor", {}),
+        ("schedule_free_adamw", "adamw", {}),
+    ],
+)
+def test_optimizers(tmp_path: Path, theirs: str, ours: str, arguments: dict[str, float]) -> None:
+    train = recipe_of(tmp_path, TRL | {"optim": theirs, "adam_beta1": 0.8}).train
+    assert (train.optim, train.optim_args) == (ours, arguments)
+    assert train.adam_beta1 == (0.8 if "adam" in ours else 0.9)
+
+
+def test_llama_factorys_muon_keeps_adamw_for_the_rest(tmp_path: Path) -> None:
+    train = recipe_of(tmp_path, LLAMA_FACTORY | {"use_muon": True}).train
+    assert (train.optim, train.adam_beta2) == ("muon", 0.999)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "ours"), [({"load_in_4bit": True}, ("nf4", False)), ({"load_in_8bit": True}, ("int8", True))]
+)
+def test_qlora_needs_adapters(tmp_path: Path, quantized: dict[str, Any], ours: tuple[str, bool]) -> None:
+    model = recipe_of(tmp_path, TRL | quantized | {"use_peft": True}).model
+    assert (model.quantization, model.bnb_4bit_use_double_quant) == ours
+    assert recipe_of(tmp_path, TRL | quantized).model.quantization is None
+    assert recipe_of(tmp_path, AXOLOTL | quantized | {"adapter": "lora"}).model.quantization == ours[0]
+    bits = {"quantization_bit": 4 if ours[0] == "nf4" else 8}
+    assert recipe_of(tmp_path, LLAMA_FACTORY | bits).model.quantization == ours[0]
 
 
 @pytest.mark.parametrize(("steps", "ours"), [(7, (7, None)), (0.1, (0, 0.1)), (0, (0, None))])
@@ -322,3 +356,18 @@ def test_what_it_prints_is_the_recipe_with_the_lists_as_comments(
     printed = capsys.readouterr().out
     assert parse_recipe(printed).train.global_batch_size == 8
     assert "# Carried over with another meaning" in printed
+
+
+def test_what_others_wrote_cannot_end_a_comment_or_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = {
+        "chat_template": "a\u2028model: {name_or_path: evil}",
+        "bad\x1b[2J\nmodel": 1,
+        "special_tokens": {"pad_token": "\n\x85x"},
+    }
+    main(written(tmp_path, AXOLOTL | hostile, "a\nb.yml"), None, 4, as_json=False)
+    printed = capsys.readouterr().out
+    assert parse_recipe(printed).model.name_or_path == "m"
+    assert "\x1b" not in printed
+    assert "\u2028" not in printed

@@ -132,7 +132,7 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 22
+    assert len(found) == 25
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
 
@@ -201,7 +201,7 @@ NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, store
             NF4,
             {"quantization": (f"nf4, double{STORED[:-7]}bfloat16", "float32 (21 layers)")},
         ),
-        (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16", "0 adapters")}),
+        (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16, alpha 32", "0 adapters")}),
     ],
     ids=lambda value: None if callable(value) else str(value),
 )
@@ -265,11 +265,16 @@ def swap_optimizer(trainer: Any) -> None:
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=trainer.args.learning_rate)
 
 
+def another_lion(trainer: Any) -> None:
+    trainer.optimizer.optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+
+
 def change_learning_rate(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["initial_lr"] = group["lr"] = 0.5
 
 
+LION = "{'betas': (0.9, 0.99), 'weight_decay': 0.0}"
 COSINE = (
     "cosine_schedule_with_warmup_lr_lambda(min_lr_rate=0.0, num_cycles=0.5, num_training_steps=1, num_warmup_steps={})"
 )
@@ -298,6 +303,9 @@ def train_the_base(trainer: Any) -> None:
         (swap_kernel, [], {"kernels": ("none", "liger: 1 Qwen2RMSNorm")}),
         (swap_optimizer, [], {"optimizer": ("AdamW on fp32", "SGD on fp32")}),
         (change_learning_rate, [], {"learning_rate": ("1e-05", "0.5")}),
+        (swap_optimizer, ["train.optim=muon"], {"optimizer": ("MuonAdamW on fp32", "SGD on fp32")}),
+        (swap_optimizer, ["train.optim=adamw_8bit"], {"optimizer": ("AdamW, 8-bit on fp32", "SGD on fp32")}),
+        (another_lion, ["train.optim=lion"], {"optimizer_arguments": (LION, "(0.9, 0.999)")}),
         (change_schedule, [], {"lr_scheduler": (COSINE.format(0), "num_warmup_steps=7")}),
         (set_argument("per_device_train_batch_size", 3), [], {"micro_batch_size": ("4", "3")}),
         (set_argument("gradient_accumulation_steps", 2), [], {"gradient_accumulation_steps": ("1", "2")}),
@@ -307,9 +315,22 @@ def train_the_base(trainer: Any) -> None:
             {"weights": ("bf16", "bf16, fp32")},
         ),
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
-        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16", "")}),
+        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16, alpha 32", "")}),
     ],
-    ids=["kernel", "optimizer", "learning rate", "schedule", "micro-batch", "accumulation", "dtype", "frozen", "base"],
+    ids=[
+        "kernel",
+        "optimizer",
+        "learning rate",
+        "muon",
+        "8-bit",
+        "betas",
+        "schedule",
+        "micro-batch",
+        "accumulation",
+        "dtype",
+        "frozen",
+        "base",
+    ],
 )
 def test_live_objects_that_are_not_as_planned_are_refused(
     alter: Alter, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read
@@ -344,11 +365,13 @@ def test_processes_that_do_not_know_of_each_other(read: Read, monkeypatch: pytes
     assert differing["engine"] == ("DDP", "processes that do not know of each other")
 
 
-@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
-def test_smoothed_labels_need_all_logits_and_are_not_refused(read: Read) -> None:
-    found = read("train.trainer_args={label_smoothing_factor: 0.1}")
+def test_noise_and_smoothing_are_read_from_the_live_trainer(read: Read) -> None:
+    words = ("train.neftune_noise_alpha=5", "train.label_smoothing_factor=0.1")
+    found = read(*words)
     assert wrong(found) == {}
-    assert found["loss"].running == "all logits, then cross-entropy"
+    assert (found["neftune_noise_alpha"].running, found["label_smoothing_factor"].running) == ("5.0", "0.1")
+    removed = read(*words, after=lambda trainer: trainer.model.get_input_embeddings()._forward_hooks.clear())
+    assert wrong(removed) == {"neftune_noise_alpha": ("5.0", "None")}
 
 
 @pytest.mark.parametrize(
