@@ -98,6 +98,9 @@ class Plan:
     lr_scheduler_type: Decision[str]
     warmup_steps: Decision[int | None]
     """None until the data is counted, where it is a fraction of the steps."""
+    neftune_noise_alpha: Decision[float]
+    """0: no noise."""
+    label_smoothing_factor: Decision[float]
     documents_per_step: Decision[float | None]
     trained_tokens_per_step: Decision[int | None]
     steps_per_epoch: Decision[int | None]

@@ -42,13 +42,14 @@ def refuse(case: Case) -> None:
     problems = [
         *_numbers(case),
         *_schedule(case),
+        *_regularization(case),
         *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
         *_precision(case),
         *_layers(case),
         *_quantization(case),
         *_fsdp(case),
     ]
-    problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
+    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -83,6 +84,17 @@ def _schedule(case: Case) -> Iterator[str]:
         )
     if train.lr_scheduler_type == "polynomial" and warmup >= steps:
         yield f"{key}: a warmup of {warmup} steps leaves none of the run's {steps} to fall in. Shorten the warmup."
+
+
+def _regularization(case: Case) -> Iterator[str]:
+    train = case.recipe.train
+    given = {"label_smoothing_factor": train.label_smoothing_factor, "neftune_noise_alpha": train.neftune_noise_alpha}
+    keys = " and ".join(f"train.{name}={value:g}" for name, value in given.items() if value)
+    loss = train.trainer_args.get("loss_type", "nll")
+    if train.label_smoothing_factor and loss != "nll":
+        yield f"train.label_smoothing_factor={train.label_smoothing_factor:g} is for loss_type nll, which is {loss}. Remove one of them."
+    if keys and (size := max(train.tensor_parallel_size, train.sequence_parallel_size)) > 1:
+        yield f"{keys} is untested where {size} ranks share a batch. Remove it, or set the parallel size to 1."
 
 
 def _precision(case: Case) -> Iterator[str]:
@@ -148,11 +160,38 @@ def _quantization(case: Case) -> Iterator[str]:
             f"{key}, and only {case.model.linear_parameters:,} of this model's {case.model.parameters:,} weights are in linear layers; "
             "bitsandbytes leaves the others, such as fused experts, as they are. Set model.quantization=null."
         )
-    sharded = "train.fsdp" if resolve_fsdp(case.recipe, case.hardware) is not None else ""
-    if case.deepspeed is not None and (case.deepspeed.stage == 3 or case.deepspeed.offload):
-        sharded = case.file
-    if sharded and model.quantization == "int8":
+    if model.lora is not None and model.lora.takes_from_base:
+        yield (
+            f"{key} with model.lora.init_lora_weights={model.lora.init_lora_weights}: what is left of the base would be rounded again. Set "
+            "model.lora.init_lora_weights=true, or model.quantization=null."
+        )
+    if model.quantization == "int8" and model.lora is not None and model.lora.use_dora:
+        yield f"{key} with model.lora.use_dora=true: peft cannot copy int8 weights, as DoRA must. Set model.quantization=nf4."
+    if (sharded := _shards_weights(case)) and model.quantization == "int8":
         yield f"{key} with {sharded}: the scales of int8 weights cannot be sharded. Set model.quantization=nf4, or use DDP or zero2."
+
+
+def _shards_weights(case: Case) -> str:
+    """What shards the weights, in words; empty where each rank has them all."""
+    if case.deepspeed is not None and case.deepspeed.stage == 3:
+        return case.file
+    return "train.fsdp" if resolve_fsdp(case.recipe, case.hardware) is not None else ""
+
+
+def _adapters(case: Case) -> Iterator[str]:
+    model, sharded = case.recipe.model, _shards_weights(case)
+    if model.lora is None:
+        return
+    if model.freeze:
+        yield "model.freeze with model.lora: beside adapters all of the base stays as it is. Leave one of them out."
+    if sharded:
+        keys = {
+            "use_dora=true": model.lora.use_dora,
+            f"init_lora_weights={model.lora.init_lora_weights}": model.lora.takes_from_base,
+            "modules_to_save": bool(model.lora.modules_to_save),
+        }
+        for name in (name for name, is_set in keys.items() if is_set):
+            yield f"model.lora.{name} with {sharded} is untested: it needs full weights. Train on DDP or with train.deepspeed=zero2."
 
 
 def _fsdp(case: Case) -> Iterator[str]:
@@ -221,6 +260,7 @@ def _tensor_parallel(case: Case) -> Iterator[str]:
     switches = {
         "model.lora (leave it out)": recipe.model.lora is not None,
         "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
+        "model.freeze (leave it out)": bool(recipe.model.freeze),
         "model.compile (set it to false)": recipe.model.compile,
         "model.kernels=liger (set model.kernels=none)": case.plan.kernels.value == "liger",
         "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
@@ -252,9 +292,8 @@ def _sequence_parallel(case: Case) -> Iterator[str]:
         yield f"{key} shares one pack at a time, and train.micro_batch_size is {case.plan.micro_batch_size.value}. Set it to 1."
     if recipe.model.compile:
         yield f"{key} is untested with model.compile=true. Set that to false."
-    extra = recipe.train.trainer_args
-    if extra.get("loss_type", "nll") != "nll" or extra.get("label_smoothing_factor"):
-        yield f"{key} works with the plain loss only. Remove loss_type and label_smoothing_factor from train.trainer_args."
+    if recipe.train.trainer_args.get("loss_type", "nll") != "nll":
+        yield f"{key} works with the plain loss only. Remove loss_type from train.trainer_args."
     yield from _across_nodes(case, key, size)
 
 

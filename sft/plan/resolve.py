@@ -16,7 +16,7 @@ from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
 from sft.plan.optimizer import resolve_optimizer
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
-from sft.plan.plan import DataSize, Decision, Plan, TuningResult
+from sft.plan.plan import DataSize, Decision, Plan, TuningResult, stated
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import Case, refuse
 from sft.plan.schedule import resolve_schedule, resolve_warmup
@@ -69,12 +69,24 @@ def resolve_plan(
         optimizer=resolve_optimizer(recipe),
         lr_scheduler_type=resolve_schedule(recipe, expected["max_steps"].value, warmup.value),
         warmup_steps=warmup,
+        **_regularization(recipe),
         **expected,
     )
     refuse(Case(recipe, hardware, model, deepspeed, plan, data))
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, plan)
     return plan
+
+
+def _regularization(recipe: Recipe) -> dict[str, Decision[Any]]:
+    train = recipe.train
+    alpha, factor = train.neftune_noise_alpha, train.label_smoothing_factor
+    noise = f"noise within +-{alpha:g} / sqrt(document's length x hidden size) in training" if alpha else "no noise"
+    smooth = "all logits are computed; the eval loss is without it" if factor else "the target alone"
+    return {
+        "neftune_noise_alpha": Decision(alpha or 0.0, f"{stated(train, 'neftune_noise_alpha')}: {noise}"),
+        "label_smoothing_factor": Decision(factor, f"{stated(train, 'label_smoothing_factor')}: {smooth}"),
+    }
 
 
 def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict[str, Decision[Any]]:

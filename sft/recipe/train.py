@@ -18,6 +18,8 @@ _PEAK = named("the schedule has the new peak from here on")
 _NORM = named("gradients are clipped to the new norm from here on")
 _CALLBACKS = named("the callbacks run from here on, and others no longer do")
 _BEST = named("the measurements so far are judged by the new value")
+_NOISE = named("the new noise is added from here on")
+_SMOOTHING = named("labels are smoothed by the new factor from here on")
 _PRECISION = named("the new dtype from here on; AdamW's fp32 state carries over; never to or from fp16")
 
 
@@ -89,6 +91,13 @@ class Train(Optimization):
 
     max_grad_norm: Annotated[float, _NORM] = Field(default=1.0, ge=0)
     """Clip the gradient to this norm; 0 never clips."""
+
+    neftune_noise_alpha: Annotated[float | None, _NOISE] = Field(default=None, gt=0)
+    """NEFTune: add uniform noise to the embeddings in training, of +-alpha / sqrt(document's length x hidden size). 5 to 15 are usual."""
+
+    label_smoothing_factor: Annotated[float, _SMOOTHING] = Field(default=0.0, ge=0, lt=1)
+    """Take this fraction of the loss from all tokens of the vocabulary, evenly, and the rest from the target. It needs all logits. The eval
+    loss is without it."""
 
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], _PRECISION] = "auto"
     """Dtype of the forward and backward pass. `auto`: bf16 where the GPU supports it, else fp32."""

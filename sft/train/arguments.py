@@ -161,6 +161,8 @@ _DECIDED_BY = {
     "scripts/export.sh, which uploads the finished model": (
         "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy push_to_hub"
     ),
+    "train.label_smoothing_factor": "label_smoothing_factor",
+    "train.neftune_noise_alpha": "neftune_noise_alpha",
     "the engine: train.deepspeed or train.fsdp": "fsdp fsdp_config",
     "the launcher": "ddp_backend",
     "the plan": "accelerator_config dataloader_drop_last",

@@ -14,7 +14,9 @@ from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
 
 from sft.errors import PlanError
+from sft.model.adapters import differing_adapters
 from sft.model.compiled_layers import are_compiled
+from sft.model.frozen import frozen_names
 from sft.model.gradient_checkpointing import planned_checkpointing, running_checkpointing
 from sft.model.live import computes_in, unwrapped
 from sft.model.load import weights_dtype
@@ -29,6 +31,7 @@ from sft.run.directory import Run
 from sft.train.arguments import planned_schedule
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
 from sft.train.optimizers import compare_arguments, compare_kind
+from sft.train.regularization import noise_of
 from sft.train.trainer import RecipeTrainer
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -228,11 +231,17 @@ def _weights(trainer: Any, job: Job) -> Iterator[Reading]:
     count, total = sum(counts[name] for name in trained), sum(counts.values())
     share = f"{count:,} of {total:,} parameters"
     if lora is None:
-        yield Reading("trained", "all parameters", share, count != total)
+        patterns = job.recipe.model.freeze
+        frozen = frozen_names(patterns, list(named))
+        planned = f"all parameters but {len(frozen)} that model.freeze names" if patterns else "all parameters"
+        yield Reading("trained", planned, share, set(named) - set(frozen) != set(trained))
     else:
+        differs = [words for words in differing_adapters(trainer.model, lora) if words]
         adapters = sum(".lora_A." in name for name in trained)
-        wrong = not 0 < count < total or not adapters
-        yield Reading("trained", f"adapters of rank {lora.r}", f"{share}, {adapters} adapters", wrong)
+        found = ", ".join([share, f"{adapters} adapters", *differs[:1]])
+        yield Reading(
+            "trained", f"adapters of {lora.words}", found, not 0 < count < total or not adapters or bool(differs)
+        )
     # What the model's code keeps in fp32, such as the router of some experts, is no mismatch.
     kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
     dtypes = _dtypes(
@@ -264,6 +273,9 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     planned = plan.learning_rate.value
     yield Reading("learning_rate", str(planned), ", ".join(map(str, sorted(peaks))), peaks != {planned})
     yield _schedule(trainer, job)
+    train = job.recipe.train
+    yield Reading.equal("neftune_noise_alpha", train.neftune_noise_alpha, noise_of(trainer.model))
+    yield Reading.equal("label_smoothing_factor", train.label_smoothing_factor, trainer.smoothing)
     yield Reading.equal("micro_batch_size", plan.micro_batch_size.value, args.per_device_train_batch_size)
     passes = engine.gradient_accumulation_steps() if engine is not None else args.gradient_accumulation_steps
     yield Reading.equal("gradient_accumulation_steps", plan.gradient_accumulation_steps.value, passes)
@@ -288,6 +300,4 @@ def _of_pass(trainer: Any, probe: Probe) -> Iterator[Reading]:
     """What the probe's forward pass showed."""
     yield Reading.equal("use_cache", False, probe.use_cache)
     paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}
-    # A smoothed label covers the vocabulary, so TRL computes all logits for it.
-    smoothed = trainer.label_smoother is not None and trainer.args.loss_type == "nll"
-    yield Reading.equal("loss", paths[smoothed], paths[probe.head_called])
+    yield Reading.equal("loss", paths[False], paths[probe.head_called])

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
-from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -17,9 +15,10 @@ from sft.checkpoint.resume import ResumePlan
 from sft.checkpoint.trainer import CheckpointingTrainer, ResumedSettings
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError
-from sft.model.adapters import lora_config, show_head, untrained_rows
+from sft.model.adapters import add_adapters, lora_config, show_head, untrained_rows
 from sft.model.compiled_layers import compile_layers
 from sft.model.flops import model_flops
+from sft.model.frozen import freeze
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
 from sft.model.quantization import adapters_stay_fp32
@@ -32,6 +31,7 @@ from sft.plan.job import Job
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
 from sft.train.optimizers import build_arguments, build_muon
+from sft.train.regularization import NoisyEmbeddings, smoothed
 from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
 from sft.train.watchdog import EVAL_LOSS, OPTIMIZER, Progress
@@ -49,7 +49,7 @@ def is_plain(trainer: SFTTrainer) -> bool:
 
 
 def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], tokens_in_step: Any) -> tuple[Any, Any]:
-    """Negative log-likelihood of the micro-batch's target tokens, over those of the whole step.
+    """Negative log-likelihood of the micro-batch's target tokens, with smoothed labels where asked for, over those of the whole step.
 
     TRL's own loss gathers four figures from all ranks at each micro-batch and reads them at once, so that no rank can launch its backward
     pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged.
@@ -58,7 +58,10 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     average of the ranks' gradients is that of the step, and the fused head's output.
     """
     # With a cache, transformers would not keep the documents of a pack apart.
-    outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+    if trainer.smoothing and trainer.model.training:
+        outputs = smoothed(model, inputs, trainer.smoothing)
+    else:
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
     tokens = outputs.label_mask.sum() if tokens_in_step is None else torch.as_tensor(tokens_in_step)
     loss = -outputs.log_probs.sum() / tokens.clamp(min=1)
     if tokens_in_step is not None and trainer.args.average_tokens_across_devices:
@@ -112,8 +115,21 @@ class RecipeTrainer(CheckpointingTrainer):
         """Micro-batches of the step, and how many of them went into the model."""
         # SFTTrainer takes a dataset of its own library only, and never reads this one.
         row = Dataset.from_list([{name: list(sequences[0][name]) for name in ("input_ids", "labels")}])
+        experts = trl["model"].config.get_text_config()
+        returns_logits = getattr(experts, "output_router_logits", None)
         super().__init__(job, resume_plan, self.progress.saving, train_dataset=row, **trl)
+        if returns_logits is not None:
+            # TRL sets it for a mixture of experts, and asks for the router's logits at each batch besides: final/ need not return them.
+            experts.output_router_logits = returns_logits
         self.train_dataset = sequences
+        train = job.recipe.train
+        alpha, self.smoothing = train.neftune_noise_alpha, train.label_smoothing_factor
+        self.noise = NoisyEmbeddings(self.model.get_input_embeddings(), alpha) if alpha else None
+        if self.smoothing and not is_plain(self):
+            raise ModelError(
+                f"train.label_smoothing_factor={self.smoothing:g} on a model whose router has a loss of its own, which would be left out. "
+                "Remove it, or set output_router_logits to false in the model's config.json."
+            )
         self.work = WorkSum(model_flops(self.model))
         self.remove_callback(PrinterCallback)
         if self.sequence_parallel_size > 1:
@@ -214,6 +230,8 @@ class RecipeTrainer(CheckpointingTrainer):
     ) -> Any:
         """plain_loss wherever TRL would compute the same, else TRL's."""
         training = self.model.training
+        if self.noise is not None and training:
+            self.noise.expect(inputs)
         if return_outputs or not is_plain(self):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
@@ -325,7 +343,8 @@ def build_trainer(
     resume_plan: ResumePlan | None = None,
 ) -> RecipeTrainer:
     """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added."""
-    lora, peft = job.recipe.model.lora, None
+    lora = job.recipe.model.lora
+    freeze(model, job.recipe.model.freeze)
     if lora is not None:
         untrained = untrained_rows(job, model, tokenizer, sequences.store)
         if untrained and distributed.is_rank_0():
@@ -333,11 +352,9 @@ def build_trainer(
             print(
                 f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True
             )
-        peft = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
+        config = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
     try:
-        if peft is not None and job.recipe.model.quantization is not None:
-            set_seed(arguments.seed)  # as TRL does before its adapters
-            model, peft = get_peft_model(model, peft), None
+        model = add_adapters(job, model, config) if lora is not None else model
         with adapters_stay_fp32(model):
             trainer = RecipeTrainer(
                 job,
@@ -348,7 +365,6 @@ def build_trainer(
                 model=model,
                 args=arguments,
                 processing_class=tokenizer,
-                peft_config=peft,
                 optimizer_cls_and_kwargs=build_arguments(job),
             )
     except ValueError as error:

@@ -32,6 +32,7 @@ class Pair:
 
 LINE = [1 - step / 9 for step in range(9)]
 COSINE = [0.2 + 0.8 * (1 + cos(pi * step / 9)) / 2 for step in range(9)]
+NOISY = "train.neftune_noise_alpha=5 train.label_smoothing_factor=0.2"
 PAIRS = {
     "adamw_8bit": Pair(
         "1", "adamw_8bit", "warmup_stable_decay train.lr_decay_ratio=0.5 train.lr_decay_type=linear",
@@ -48,6 +49,8 @@ PAIRS = {
     "lion, ZeRO-1": Pair("2 ZeRO-1", "lion", "linear", LINE),
     "lion, ZeRO-2": Pair("2 ZeRO-2", "lion", "polynomial train.lr_power=2 train.min_lr_ratio=0.1", [0.1 + 0.9 * one**2 for one in LINE]),
     "lion, ZeRO-3": Pair("2 ZeRO-3", "lion", "cosine_with_min_lr train.min_lr_ratio=0.2", COSINE),
+    "noise and smoothing": Pair("1", "adamw", f"constant {NOISY}", [1.0] * 9),
+    "noise and smoothing, ZeRO-3": Pair("2 ZeRO-3", "adamw", f"constant {NOISY}", [1.0] * 9, "padded"),
     "lion, FSDP2": Pair("2 FSDP2", "lion", "constant_with_warmup", [1.0] * 9),
 }  # fmt: skip
 
@@ -67,7 +70,12 @@ def test_an_optimizer_and_a_schedule_train_are_read_back_and_resume_bit_by_bit(n
     rates = [0, 1 / 3, 2 / 3, *pair.rates]
     assert [line["learning_rate"] / peak for line in lines(run)] == pytest.approx(rates, abs=1e-6)
     assert losses(run)[-1] < losses(run)[0] - 0.5
-    kinds = {"adamw_8bit": "AdamW, 8-bit on fp32", "adafactor": "Adafactor on fp32", "lion": "Lion on fp32"}
+    kinds = {
+        "adamw": "AdamW on fp32, fused",
+        "adamw_8bit": "AdamW, 8-bit on fp32",
+        "adafactor": "Adafactor on fp32",
+        "lion": "Lion on fp32",
+    }
     assert run.record["running"]["optimizer"] == kinds.get(pair.optimizer, "MuonAdamW on fp32")
     killed = runs.killed_after_step(SAVED, run, f"optim {name} killed")
     runs.train(pair.engine, pair.kind, killed.path.name, *pair.overrides)
@@ -81,6 +89,14 @@ def test_lion_steps_on_shards_as_on_full_tensors(name: str, runs: EngineRuns) ->
     alone, run = runs.named("packed", f"alone as {name}"), trained(name, runs)
     # The sign of a gradient that is zero but for rounding is chance.
     assert losses(run) == pytest.approx(losses(alone), abs=2e-3)
+
+
+def test_noise_and_smoothing_change_the_training_and_leave_the_eval_loss_plain(runs: EngineRuns) -> None:
+    noisy, plain = trained("noise and smoothing", runs), trained("lion", runs)
+    assert noisy.record["held_out_loss_before"] == plain.record["held_out_loss_before"]
+    # A fifth of the loss is taken over the vocabulary, whose tokens are all as likely in the beginning as later unlikely.
+    assert losses(noisy)[-1] > lines(noisy)[-1]["held_out_loss"] + 0.3
+    assert losses(noisy)[0] != losses(plain)[0]
 
 
 def test_what_the_optimizers_keep_is_what_the_plan_counts(runs: EngineRuns) -> None:

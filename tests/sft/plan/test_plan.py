@@ -141,7 +141,7 @@ def test_planning_changes_nothing_and_reads_no_environment(
         ("train.max_grad_norm=0", 960, None, None),  # off
         ("train.adam_beta1=0.999 train.adam_beta2=0.9", 960, None, "train.adam_beta1=0.999"),
         ("model.lora={r: 1, lora_alpha: 16384} train.learning_rate=2e-4", 960, None, "model.lora.lora_alpha=16384"),
-        ("train.trainer_args={label_smoothing_factor: 1.0}", 960, None, "label_smoothing_factor=1.0"),
+        ("train.label_smoothing_factor=0.6", 960, None, "label_smoothing_factor=0.6"),
         ("eval={every_steps: 121, tasks: [a]}", 960, None, "eval.every_steps=121"),
         ("eval={every_steps: 120, tasks: [a]}", 960, None, None),
     ],

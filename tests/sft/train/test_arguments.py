@@ -132,10 +132,10 @@ def test_every_schedule_of_the_recipe_is_one_of_transformers() -> None:
 
 
 def test_other_fields_of_sftconfig_go_through(make_job: MakeJob, tmp_path: Path) -> None:
-    job = make_job("train.trainer_args={neftune_noise_alpha: 5, label_smoothing_factor: 0.1}")
+    job = make_job("train.trainer_args={torch_empty_cache_steps: 5}")
     check_trainer_args(job)
     arguments = training_arguments(job, Run(tmp_path / "mine" / "first"))
-    assert (arguments.neftune_noise_alpha, arguments.label_smoothing_factor) == (5, 0.1)
+    assert arguments.torch_empty_cache_steps == 5
 
 
 def refused(job: Job, tmp_path: Path) -> str:
@@ -169,7 +169,9 @@ def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path
         ("include_num_input_tokens_seen", "true", "decided by metrics.jsonl"),  # it would count them a second time
         ("push_to_hub", "true", "decided by scripts/export.sh"),
         ("loss_type", "mse", "must be `nll` or `dft`, got 'mse'"),  # else refused after the weights load
-        ("neftune_noise_alpha", ".nan", "must be a finite number"),
+        ("neftune_noise_alpha", "5", "decided by train.neftune_noise_alpha"),
+        ("lr_scheduler_kwargs", "{}", "decided by the recipe"),
+        ("router_aux_loss_coef", ".nan", "must be a finite number"),
         ("dataloader_num_workers", "two", "dataloader_num_workers: must be a valid integer"),
     ],
 )

@@ -132,7 +132,7 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 23
+    assert len(found) == 25
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
 
@@ -201,7 +201,7 @@ NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, store
             NF4,
             {"quantization": (f"nf4, double{STORED[:-7]}bfloat16", "float32 (21 layers)")},
         ),
-        (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16", "0 adapters")}),
+        (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16, alpha 32", "0 adapters")}),
     ],
     ids=lambda value: None if callable(value) else str(value),
 )
@@ -315,7 +315,7 @@ def train_the_base(trainer: Any) -> None:
             {"weights": ("bf16", "bf16, fp32")},
         ),
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
-        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16", "")}),
+        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16, alpha 32", "")}),
     ],
     ids=[
         "kernel",
@@ -365,11 +365,13 @@ def test_processes_that_do_not_know_of_each_other(read: Read, monkeypatch: pytes
     assert differing["engine"] == ("DDP", "processes that do not know of each other")
 
 
-@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
-def test_smoothed_labels_need_all_logits_and_are_not_refused(read: Read) -> None:
-    found = read("train.trainer_args={label_smoothing_factor: 0.1}")
+def test_noise_and_smoothing_are_read_from_the_live_trainer(read: Read) -> None:
+    words = ("train.neftune_noise_alpha=5", "train.label_smoothing_factor=0.1")
+    found = read(*words)
     assert wrong(found) == {}
-    assert found["loss"].running == "all logits, then cross-entropy"
+    assert (found["neftune_noise_alpha"].running, found["label_smoothing_factor"].running) == ("5.0", "0.1")
+    removed = read(*words, after=lambda trainer: trainer.model.get_input_embeddings()._forward_hooks.clear())
+    assert wrong(removed) == {"neftune_noise_alpha": ("5.0", "None")}
 
 
 @pytest.mark.parametrize(
