@@ -26,6 +26,7 @@ __all__ = [
     "Lora",
     "Model",
     "Recipe",
+    "RopeScaling",
     "Section",
     "Source",
     "Tracking",
@@ -57,6 +58,48 @@ class Lora(Section):
 
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the linear layers that get an adapter; `all-linear` is every one except the output head. Each name must match."""
+
+
+class RopeScaling(Section):
+    """Extend the model's positions (its context), under transformers' names."""
+
+    rope_type: Literal["yarn", "linear", "llama3"]
+    """`dynamic` and `longrope` are left out: they depend on the longest document of a pack, so that packed differs from separate."""
+
+    factor: float = Field(gt=1)
+    """How many times the positions."""
+
+    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    """Positions that the model was pretrained with. None: max_position_embeddings of its config.json."""
+
+    attention_factor: float | None = Field(default=None, gt=0)
+    """yarn: scale of the attention; None: computed from the factor."""
+
+    beta_fast: float | None = Field(default=None, gt=0)
+    """yarn: turns above which frequencies stay; None: 32."""
+
+    beta_slow: float | None = Field(default=None, gt=0)
+    """yarn: turns below which frequencies are divided by the factor; None: 1."""
+
+    low_freq_factor: float | None = Field(default=None, gt=0)
+    """llama3 needs it; Llama 3.1 has 1."""
+
+    high_freq_factor: float | None = Field(default=None, gt=0)
+    """llama3 needs it; Llama 3.1 has 4."""
+
+    @model_validator(mode="after")
+    def _keys_of_the_type(self) -> RopeScaling:
+        own = {
+            "yarn": ("attention_factor", "beta_fast", "beta_slow"),
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+        }
+        for kind, names in own.items():
+            given = [name for name in names if getattr(self, name) is not None]
+            if given and kind != self.rope_type:
+                raise ValueError(f"{' and '.join(given)} is for rope_type={kind}, which is {self.rope_type}: remove it")
+            if kind == self.rope_type == "llama3" and len(given) < len(names):
+                raise ValueError("rope_type=llama3 needs low_freq_factor and high_freq_factor; Llama 3.1 has 1 and 4")
+        return self
 
 
 class Model(Section):
@@ -98,6 +141,10 @@ class Model(Section):
 
     lora: Annotated[Lora | None, _MODEL] = None
     """Train adapters instead of all weights; `lora: {}` takes the defaults."""
+
+    rope_scaling: Annotated[RopeScaling | None, _MODEL] = None
+    """Extend the model's positions, such as `{rope_type: yarn, factor: 4.0}`; train on documents of the new length. final/config.json
+    holds it. None: the model's own."""
 
     quantization: Annotated[Literal["nf4", "fp4", "int8"] | None, _MODEL] = None
     """Keep the frozen base in 4 bits (`nf4`, `fp4`) or 8 (`int8`) beside `lora` (QLoRA, by bitsandbytes). Layers compute in
