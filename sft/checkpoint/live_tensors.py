@@ -47,7 +47,9 @@ def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
 
 
 def _modules(module: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Like named_modules, but stops at layers with adapters: their parts are not the model's."""
+    """Like named_modules, but stops at layers with adapters, whose parts are not the model's; of a layer trained whole its copy."""
+    if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+        module = module.modules_to_save[module.active_adapters[0]]
     yield path, module
     if hasattr(module, "token_adapter") or hasattr(module, "get_delta_weight"):
         return
@@ -90,9 +92,21 @@ def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | No
     with gathered([tensor, *adapters]):
         base = base_weight()
         delta = sum(full(module.get_delta_weight(adapter), rounds=False).float() for adapter in module.active_adapters)
-    merged = (base.float() + delta).to(base.dtype)
+        merged = base.float() + delta
+        if is_rank_0():
+            merged = _with_lengths(module, merged)
+    merged = merged.to(base.dtype)
     update = float((merged.float() - base.float()).norm())
     return merged, _OF_AN_UPDATE[base.dtype] * update + _OF_FP32 * float(base.float().norm())
+
+
+def _with_lengths(module: Any, merged: torch.Tensor) -> torch.Tensor:
+    """A merged weight whose rows have the lengths that DoRA has trained; without DoRA as it is."""
+    rows = 0 if getattr(module, "fan_in_fan_out", False) else 1
+    for adapter in set(module.active_adapters) & set(getattr(module, "lora_magnitude_vector", ())):
+        length = module.lora_magnitude_vector[adapter].weight.detach().cpu().float()
+        merged = merged * (length / merged.norm(dim=rows)).unsqueeze(rows)
+    return merged
 
 
 def gathered(parameters: list[Any]) -> AbstractContextManager[Any]:

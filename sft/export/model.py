@@ -29,9 +29,9 @@ from sft.errors import ExportError
 from sft.export.source import Exported
 from sft.files import disk_was_full, remove
 from sft.hub.names import has_tokenizer
-from sft.model.adapters import lora_config
+from sft.model.adapters import load_adapters, lora_config, start_adapters
 from sft.model.live import logits_distance
-from sft.model.load import load_base
+from sft.model.load import load_dequantized
 from sft.model.weight_checks import DTYPES, check_values, check_weights
 
 _MODEL_FILES = (
@@ -163,15 +163,13 @@ def _merge_or_gather(source: Exported, tokenizer: Any, folder: Path) -> None:
 
 def _build(source: Exported, tokenizer: Any) -> Any:
     """The trained model in memory, adapters beside the base."""
-    from peft import PeftModel, get_peft_model
-
-    model = load_base(source.base, source.base_path, DTYPES[source.precision], tokenizer)
+    model = load_dequantized(source.base, source.base_path, DTYPES[source.precision], tokenizer)
     lora = source.recipe.model.lora
     if any(source.folder.glob("adapter_model*.safetensors")):
-        return PeftModel.from_pretrained(model, source.folder)
+        return load_adapters(model, source.folder)
     if lora is not None:
         new = new_token_ids(tokenizer, source.recipe.model.new_tokens)
-        model = get_peft_model(model, lora_config(lora, model, new))
+        model = start_adapters(lora, model, lora_config(lora, model, new))
     full = open_full(source.folder, writer_of(source.folder), adapter_names(model))
     parameters = dict(model.named_parameters())
     with torch.no_grad():

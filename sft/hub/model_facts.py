@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,6 +114,9 @@ class ModelFacts:
     rope_type: str | None = None
     """How its rotary positions are scaled: `default` (not at all), `yarn`, ...; PER_LAYER; None where it has none."""
 
+    frozen_parameters: int = 0
+    """Weights that model.freeze names."""
+
     quantization: str | None = None
     """The method by which the stored weights are quantized, as config.json names it: bitsandbytes, fp8, mxfp4."""
 
@@ -164,7 +168,8 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
     except ModelError:
         if not model.trust_remote_code:  # its own code may need more than the meta device
             raise
-    return replace(_facts(path, config.get_text_config(), empty, commit), quantization=_quantization(config))
+    facts = _facts(path, config.get_text_config(), empty, commit)
+    return replace(facts, frozen_parameters=_frozen(empty, model.freeze), quantization=_quantization(config))
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
@@ -259,6 +264,11 @@ def _linear_parameters(model: Any) -> int:
     head = model.get_output_embeddings()
     layers = [one for one in model.modules() if isinstance(one, Linear | Conv1D) and one is not head]
     return sum(one.weight.numel() for one in layers)
+
+
+def _frozen(empty: Any, patterns: Sequence[str]) -> int:
+    named = empty.named_parameters() if empty is not None and patterns else ()
+    return sum(one.numel() for name, one in named if any(re.search(pattern, name) for pattern in patterns))
 
 
 def _quantization(config: Any) -> str | None:

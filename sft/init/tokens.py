@@ -86,9 +86,10 @@ def settle_tokenizer(draft: Draft, rows: Rows) -> Any:
             draft.decisions = tried.decisions
             return settled
         failures.append(problem)
+    reasons = "; ".join(dict.fromkeys(failures))
     raise ModelError(
-        "no chat template renders these rows with this tokenizer:\n"
-        + "\n".join(f"  - {one}" for one in dict.fromkeys(failures))
+        f"no chat template here renders these rows with this tokenizer: {reasons}. Name a --model whose own template does, or give one: "
+        "model.chat_template=FILE.jinja."
     )
 
 

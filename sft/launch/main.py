@@ -116,7 +116,12 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
 
 
 def check_trainer_arguments(job: Job) -> None:
-    """Refuse the train.trainer_args that a start refuses (RecipeError); imports the trainer only if there are any."""
+    """Refuse the train.trainer_args, adapters and frozen parameters that a start refuses (UserError); imports no trainer without them."""
+    model = job.recipe.model
+    if job.model.model_type is not None and (model.lora is not None or model.freeze):
+        from sft.model.load import check_trained
+
+        check_trained(job)
     if job.recipe.train.trainer_args:
         from sft.train.arguments import check_trainer_args
 

@@ -354,10 +354,12 @@ def _check_unchanged(run: Run, job: Job, prepared: Prepared) -> None:
             f"The data, tokenizer or chat template has changed since {run.path} was started, so it cannot resume. Put it back, or "
             f"{_NEW_RUN}."
         )
-    changes = base_changes(run) if job.recipe.model.lora is not None else None
-    if changes:  # a checkpoint of adapters holds no weights of the base
+    frozen = job.recipe.model.lora is not None or bool(job.recipe.model.freeze)
+    changes = base_changes(run) if frozen else None
+    if changes:  # a checkpoint of adapters holds no weights of the base, and one of ZeRO no frozen ones
         raise RunError(
-            f"The base model {changes}. Its adapters fit the old weights, so the run cannot resume. Put the base back, or {_NEW_RUN}."
+            f"The base model {changes}. What was trained beside its frozen weights fits the old ones, so the run cannot resume. Put the "
+            f"base back, or {_NEW_RUN}."
         )
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from math import sqrt
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 
@@ -11,7 +16,10 @@ from sft.data.store import DocumentStore
 from sft.errors import ModelError, did_you_mean
 from sft.model.new_tokens import check_untrained, untrained_tokens
 from sft.plan.job import Job
-from sft.recipe.schema import Lora
+from sft.recipe.schema import Lora, Model
+
+_SEED = 0
+"""Of adapters that start as a part of the base, found with random numbers: the same part is taken whenever they are loaded."""
 
 
 def lora_config(lora: Lora, model: Any, rows: list[int]) -> Any:
@@ -25,18 +33,91 @@ def lora_config(lora: Lora, model: Any, rows: list[int]) -> Any:
     Raises:
         ModelError: Rows of this model's embeddings cannot be trained so, or there are no layers of a name.
     """
+    check_targets(lora, model)
+    if rows and lora.takes_from_base:
+        raise ModelError(
+            f"model.lora.init_lora_weights={lora.init_lora_weights} with embedding rows to train (model.new_tokens, or tokens that were "
+            "never trained): peft cannot make adapters of the original base out of both. Set model.lora.init_lora_weights=true."
+        )
+    rows = [] if _saves_embeddings(lora, model) else rows
+    return _config(
+        lora,
+        model,
+        lora.init_lora_weights,
+        trainable_token_indices=_trainable_rows(model, rows, lora.target_modules) if rows else None,
+    )
+
+
+def _config(lora: Lora, model: Any, init: bool | str, **more: Any) -> Any:
     from peft import LoraConfig
 
-    check_targets(lora, model)
-    modules = lora.target_modules
+    modules: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    if lora.layers_to_transform and modules == "all-linear":  # peft takes numbers of layers beside names only
+        head = model.get_output_embeddings()
+        modules = sorted(
+            {name.rpartition(".")[2] for name, one in model.named_modules() if _is_linear(one) and one is not head}
+        )
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
-        target_modules=modules if isinstance(modules, str) else list(modules),
-        trainable_token_indices=_trainable_rows(model, rows, modules) if rows else None,
+        target_modules=modules,
+        use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
+        init_lora_weights=init,
+        modules_to_save=list(lora.modules_to_save) or None,
+        layers_to_transform=list(lora.layers_to_transform) or None,
+        layers_pattern=lora.layers_pattern,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
         task_type="CAUSAL_LM",
+        **more,
     )
+
+
+def add_adapters(job: Job, model: Any, config: Any) -> Any:
+    """The model with new adapters, in fp32 where the engine keeps no copies; their start follows from the recipe's seed alone."""
+    lora, zero = job.recipe.model.lora, job.deepspeed
+    assert lora is not None
+    # ZeRO-3 gathers parameters of one dtype together; quantized weights have another anyway.
+    same_dtype = zero is not None and zero.stage == 3 and job.recipe.model.quantization is None
+    adapted = start_adapters(lora, model, config, job.recipe.train.seed, autocast_adapter_dtype=not same_dtype)
+    for parameter in adapted.parameters() if zero is None else ():
+        if parameter.requires_grad:  # peft leaves modules_to_save and DoRA's lengths in the dtype of the base
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def start_adapters(lora: Lora, model: Any, config: Any, seed: int = 0, **peft: Any) -> Any:
+    """The model with new adapters; `peft` is what get_peft_model takes."""
+    from peft import get_peft_model
+
+    torch.manual_seed(_SEED if lora.takes_from_base else seed)
+    return get_peft_model(model, config, **peft)
+
+
+def load_adapters(base: Any, folder: Path) -> Any:
+    """The base with the adapters that peft has saved. A base that adapters took a part of at the start loses the same part."""
+    from peft import PeftModel
+
+    torch.manual_seed(_SEED)
+    return PeftModel.from_pretrained(base, folder)
+
+
+def merge_adapters(lora: Lora, base: Any, folder: Path) -> Any:
+    """The base with saved adapters merged. Where they took a part of the base at the start, `folder` then holds ones of the whole base."""
+    if not lora.takes_from_base:
+        return load_adapters(base, folder).merge_and_unload()
+    from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
+
+    model = start_adapters(lora, base, PeftConfig.from_pretrained(folder))
+    with TemporaryDirectory(dir=folder.parent) as start:
+        model.save_pretrained(f"{start}/start")
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        with catch_warnings(action="ignore"):  # it loads the start beside what it became
+            model.save_pretrained(folder, path_initial_model_for_weight_conversion=f"{start}/start")
+    (folder / "README.md").unlink(missing_ok=True)
+    return model.merge_and_unload()
 
 
 def untrained_rows(job: Job, model: Any, tokenizer: Any, store: DocumentStore) -> list[int]:
@@ -47,6 +128,8 @@ def untrained_rows(job: Job, model: Any, tokenizer: Any, store: DocumentStore) -
     """
     lora = job.recipe.model.lora
     if lora is None or any(_is_targeted(name, lora.target_modules) for name in _embedding_names(model)):
+        return []
+    if _saves_embeddings(lora, model):
         return []
     untrained = untrained_tokens(model, tokenizer, store, job.recipe.model.new_tokens)
     check_untrained(job, tokenizer, untrained)
@@ -70,15 +153,112 @@ def check_targets(lora: Lora, model: Any) -> None:
     unmatched = [one for one in targets if not any(_is_targeted(name, one if whole else (one,)) for name in names)]
     if not unmatched or lora.target_modules == "all-linear":
         return
-    layers = {
-        name.rpartition(".")[2]
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear) or type(layer).__name__ == "Conv1D"
-    }
+    layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if _is_linear(layer)}
     raise ModelError(
         f"model.lora.target_modules: {', '.join(unmatched)} matches no layer of this model"
         f"{did_you_mean(unmatched[0], sorted(layers), '.')} Its linear layers: {', '.join(sorted(layers))}. Or set all-linear."
     )
+
+
+def check_adapters(model: Model, empty: Any) -> None:
+    """Refuse names, numbers and patterns of model.lora that match nothing, and layers that cannot be trained whole.
+
+    Args:
+        model: The recipe's section; with `lora`.
+        empty: A model of the class, without values; it gets adapters.
+
+    Raises:
+        ModelError: All that is wrong.
+    """
+    from peft import get_peft_model
+    from peft.utils.other import get_pattern_key
+
+    lora = model.lora
+    assert lora is not None
+    check_targets(lora, empty)
+    problems = list(_cannot_save(model, empty))
+    try:
+        with catch_warnings(action="ignore"):  # peft's, of what is refused here
+            adapted = get_peft_model(empty, _config(lora, empty, True), low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ModelError("\n".join([*problems, f"model.lora: {str(error).splitlines()[0]}"])) from None
+    names = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A") and len(layer.lora_A)]
+    count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
+    if missing := [number for number in lora.layers_to_transform if not any(f".{number}." in name for name in names)]:
+        there = f" It has {count}, from 0." if count else ""
+        problems.append(
+            f"model.lora.layers_to_transform: the model has no layer {', '.join(map(str, missing))} to adapt.{there}"
+        )
+    for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        used = {get_pattern_key(patterns, name) for name in names}
+        if unused := [pattern for pattern in patterns if pattern not in used]:
+            layers = sorted({name.rpartition(".")[2] for name in names})
+            problems.append(
+                f"model.lora.{key}: {', '.join(unused)} matches no layer with an adapter, or one that a pattern before it matches"
+                f"{did_you_mean(unused[0], layers, '.')} Layers with adapters: {', '.join(layers)}."
+            )
+    if problems:
+        raise ModelError("\n".join(problems))
+
+
+def differing_adapters(model: Any, lora: Lora) -> Iterator[str]:
+    """What is otherwise than in the recipe's section, of each live layer with an adapter: its rank, scale, dropout or kind."""
+    from peft.utils.other import get_pattern_key
+
+    for name, layer in model.named_modules():
+        if not (hasattr(layer, "lora_A") and len(layer.lora_A)):
+            continue
+        rank = lora.rank_pattern.get(get_pattern_key(lora.rank_pattern, name), lora.r)
+        alpha = lora.alpha_pattern.get(get_pattern_key(lora.alpha_pattern, name), lora.lora_alpha)
+        dropout = getattr(layer.lora_dropout["default"], "p", 0.0)
+        planned = (rank, alpha / (sqrt(rank) if lora.use_rslora else rank), lora.lora_dropout, lora.use_dora)
+        running = (layer.r["default"], layer.scaling["default"], dropout, bool(len(layer.lora_magnitude_vector)))
+        if planned != running:
+            yield f"{name} has rank, scale, dropout and DoRA {running} instead of {planned}"
+    saved = [
+        name
+        for name, layer in model.named_modules()
+        if hasattr(layer, "original_module") and hasattr(layer, "modules_to_save")
+    ]
+    for wanted in lora.modules_to_save:
+        if not any(name.endswith(f".{wanted}") for name in saved):
+            yield f"{wanted} is not trained whole"
+
+
+def _cannot_save(model: Model, empty: Any) -> Iterator[str]:
+    lora = model.lora
+    assert lora is not None
+    layers, key = dict(empty.named_modules()), "model.lora.modules_to_save"
+    both = (empty.get_input_embeddings(), empty.get_output_embeddings())
+    for wanted in lora.modules_to_save:
+        named = [layer for name, layer in layers.items() if name == wanted or name.endswith(f".{wanted}")]
+        last = sorted({name.rpartition(".")[2] for name in layers if name})
+        if not named:
+            yield f"{key}: {wanted} is no layer of this model{did_you_mean(wanted, last, '.')}"
+        elif any(layer in both for layer in named) and both[0].weight is both[1].weight:
+            yield (
+                f"{key}: {wanted} shares its weight with the other embedding, and peft would train a copy. Leave it out; new tokens are "
+                "trained anyway (model.new_tokens)."
+            )
+        elif model.quantization and any(
+            _is_linear(part) and part is not both[1] for layer in named for part in layer.modules()
+        ):
+            yield f"{key}: {wanted} is quantized (model.quantization={model.quantization}), and cannot be trained whole. Leave it out."
+        elif any(
+            _is_targeted(name, lora.target_modules) for name in layers if name == wanted or name.endswith(f".{wanted}")
+        ):
+            yield f"{key}: {wanted} is also in target_modules. Name it in one of them."
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, torch.nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def _saves_embeddings(lora: Lora, model: Any) -> bool:
+    """Whether the embeddings, in which new tokens have rows, are trained whole (ModelError: one of them is)."""
+    names = _embedding_names(model)
+    saved = [name for name in names if _is_targeted(name, lora.modules_to_save)]
+    return bool(saved) and len(saved) == len(names)
 
 
 def _is_targeted(name: str, target_modules: str | tuple[str, ...]) -> bool:

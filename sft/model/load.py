@@ -14,7 +14,8 @@ from sft.hub.model_facts import empty_model, load_config
 from sft.hub.pins import pinned
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.model import attention
-from sft.model.adapters import check_targets
+from sft.model.adapters import check_adapters, merge_adapters
+from sft.model.frozen import check_frozen
 from sft.model.new_tokens import embed_new_tokens
 from sft.model.quantization import dequantize, keep_training_arithmetic, quantization_config, storage
 from sft.model.rope import scale_positions
@@ -62,12 +63,21 @@ def check_base(job: Job) -> None:
     check_weights(job.model.path, model.revision, model.trust_remote_code, _key(model))
     if model.rope_scaling is not None:
         scale_positions(load_config(job.model.path, model.revision, model.trust_remote_code), model.rope_scaling)
-    if model.lora is None or model.lora.target_modules == "all-linear":
+    check_trained(job)
+
+
+def check_trained(job: Job) -> None:
+    """Refuse names of layers and parameters in model.lora and model.freeze that the model does not have (ModelError)."""
+    model = pinned(job.recipe, job.model).model
+    if model.lora is None and not model.freeze:
         return
-    check_targets(
-        model.lora,
-        empty_model(load_config(job.model.path, model.revision, model.trust_remote_code), model.trust_remote_code),
-    )
+    with outside_zero_3():
+        config = load_config(job.model.path, model.revision, model.trust_remote_code)
+        empty = empty_model(config, model.trust_remote_code)
+        if model.freeze:
+            check_frozen(model.freeze, empty)
+        if model.lora is not None:
+            check_adapters(model, empty)
 
 
 def _key(model: Model) -> str:
@@ -226,14 +236,14 @@ def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None
     Args:
         job: Names the base and its precision.
         tokenizer: Its special tokens become the model's.
-        adapter: Folder that peft wrote.
+        adapter: Folder that peft wrote. Adapters that started as a part of the base are replaced by ones of the base itself.
         target: Folder to write to.
     """
-    from peft import PeftModel
-
+    lora = job.recipe.model.lora
+    assert lora is not None
     with outside_zero_3():
         base = load_dequantized(pinned(job.recipe, job.model).model, job.model.path, weights_dtype(job), tokenizer)
-        PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(target)
+        merge_adapters(lora, base, adapter).save_pretrained(target)
 
 
 def load_dequantized(model: Model, path: str, dtype: torch.dtype, tokenizer: Any) -> Any:

@@ -134,7 +134,9 @@ class _Sizes:
         self.adapters = lora is not None
         # At most, an adapter for each matrix of a plain decoder: query, key, value, output have h + h each; gate, up, down h + f.
         of_adapters = lora.r * self.layers * (8 * self.hidden + 3 * (self.hidden + self.wide)) if lora else 0.0
-        self.trained = of_adapters if lora else self.parameters
+        # Layers beside adapters that are trained whole are mostly the embeddings.
+        whole = len(lora.modules_to_save) * self.embedding if lora else 0.0
+        self.trained = of_adapters + whole if lora else self.parameters - model.frozen_parameters
         # Beside fp32 weights, which are among the weights where the optimizer steps on them itself.
         self.moments = state_bytes(recipe, self.trained, 0.0 if lora else self.embedding, self.hidden)
         self.held = self.width * self.parameters + self._quantized(model)
@@ -163,22 +165,18 @@ class _Sizes:
             ZeRO-2         w         4/N          12/N
             ZeRO-3         w/N       4/N          12/N
         """
-        stage, parameters = self.engine.stage, self.parameters
+        stage, trained = self.engine.stage, self.trained
         weights = self.held / (self.ranks if stage == 3 else 1)
         if self.adapters:
             return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 4 * self.trained + self.moments}
         if stage > 0:
-            gradients = (self.width + 4) * parameters if stage == 1 else 4 * parameters / self.ranks
-            return {
-                "weights": weights,
-                "gradients": gradients,
-                "optimizer": (4 * parameters + self.moments) / self.ranks,
-            }
+            gradients = (self.width + 4) * trained if stage == 1 else 4 * trained / self.ranks
+            return {"weights": weights, "gradients": gradients, "optimizer": (4 * trained + self.moments) / self.ranks}
         if self.autocasts or not self.is_half:
             copies = self.width if self.autocasts else 0
-            return {"weights": (4 + copies) * parameters, "gradients": 4 * parameters, "optimizer": self.moments}
-        of_gradient = gradient_bytes(parameters, self.gpu_gib, self.recipe.train.global_batch_size != 1)
-        return {"weights": weights, "gradients": of_gradient * parameters, "optimizer": 4 * parameters + self.moments}
+            return {"weights": (4 + copies) * self.parameters, "gradients": 4 * trained, "optimizer": self.moments}
+        of_gradient = gradient_bytes(trained, self.gpu_gib, self.recipe.train.global_batch_size != 1)
+        return {"weights": weights, "gradients": of_gradient * trained, "optimizer": 4 * trained + self.moments}
 
     def buffers(self) -> float:
         """What the engine reduces and gathers in."""

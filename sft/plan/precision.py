@@ -50,7 +50,7 @@ def resolve_weights(
         (
             recipe.model.lora is not None,
             f"{recipe.model.quantization or precision}, frozen",
-            "adapters are trained beside them",
+            f"adapters are trained beside them: {recipe.model.lora.words if recipe.model.lora else ''}",
         ),
         (precision == "fp32", "fp32", "the precision"),
         (zero, MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which is sharded over the ranks"),

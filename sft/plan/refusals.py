@@ -51,7 +51,7 @@ def refuse(case: Case) -> None:
         *_quantization(case),
         *_fsdp(case),
     ]
-    problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
+    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -163,11 +163,38 @@ def _quantization(case: Case) -> Iterator[str]:
             f"{key}, and only {case.model.linear_parameters:,} of this model's {case.model.parameters:,} weights are in linear layers; "
             "bitsandbytes leaves the others, such as fused experts, as they are. Set model.quantization=null."
         )
-    sharded = "train.fsdp" if resolve_fsdp(case.recipe, case.hardware) is not None else ""
-    if case.deepspeed is not None and (case.deepspeed.stage == 3 or case.deepspeed.offload):
-        sharded = case.file
-    if sharded and model.quantization == "int8":
+    if model.lora is not None and model.lora.takes_from_base:
+        yield (
+            f"{key} with model.lora.init_lora_weights={model.lora.init_lora_weights}: what is left of the base would be rounded again. Set "
+            "model.lora.init_lora_weights=true, or model.quantization=null."
+        )
+    if model.quantization == "int8" and model.lora is not None and model.lora.use_dora:
+        yield f"{key} with model.lora.use_dora=true: peft cannot copy int8 weights, as DoRA must. Set model.quantization=nf4."
+    if (sharded := _shards_weights(case)) and model.quantization == "int8":
         yield f"{key} with {sharded}: the scales of int8 weights cannot be sharded. Set model.quantization=nf4, or use DDP or zero2."
+
+
+def _shards_weights(case: Case) -> str:
+    """What shards the weights, in words; empty where each rank has them all."""
+    if case.deepspeed is not None and case.deepspeed.stage == 3:
+        return case.file
+    return "train.fsdp" if resolve_fsdp(case.recipe, case.hardware) is not None else ""
+
+
+def _adapters(case: Case) -> Iterator[str]:
+    model, sharded = case.recipe.model, _shards_weights(case)
+    if model.lora is None:
+        return
+    if model.freeze:
+        yield "model.freeze with model.lora: beside adapters all of the base stays as it is. Leave one of them out."
+    if sharded:
+        keys = {
+            "use_dora=true": model.lora.use_dora,
+            f"init_lora_weights={model.lora.init_lora_weights}": model.lora.takes_from_base,
+            "modules_to_save": bool(model.lora.modules_to_save),
+        }
+        for name in (name for name, is_set in keys.items() if is_set):
+            yield f"model.lora.{name} with {sharded} is untested: it needs full weights. Train on DDP or with train.deepspeed=zero2."
 
 
 def _fsdp(case: Case) -> Iterator[str]:
@@ -236,6 +263,7 @@ def _tensor_parallel(case: Case) -> Iterator[str]:
     switches = {
         "model.lora (leave it out)": recipe.model.lora is not None,
         "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
+        "model.freeze (leave it out)": bool(recipe.model.freeze),
         "model.compile (set it to false)": recipe.model.compile,
         "model.kernels=liger (set model.kernels=none)": case.plan.kernels.value == "liger",
         "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",

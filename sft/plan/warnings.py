@@ -15,7 +15,7 @@ from sft.recipe.schema import Recipe
 # Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled.
 FEW_STEPS = 20
 # Adapters are trained at 1e-4 to 5e-4, and all weights of a model of a billion parameters at 1e-6 to 5e-5.
-LORA_RATE, FULL_RATE = 3e-5, 1e-4
+LORA_RATE, FULL_RATE = 5e-5, 1e-4
 CPU_PARAMETERS = 3e8  # models above this are seldom trained on a CPU on purpose
 
 
@@ -79,7 +79,7 @@ def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]
     key = f"train.learning_rate={rate:g} is"
     if lora is not None and rate < LORA_RATE:
         yield f"{key} a rate for training all weights; adapters (model.lora) learn little at it. They usually take 1e-4 to 5e-4."
-    if lora is None and rate >= FULL_RATE and parameters > 1e9:
+    if lora is None and rate > FULL_RATE and parameters > 1e9:
         yield f"{key} a rate for adapters, and all {parameters / 1e9:.3g}e9 weights are trained. They usually take 1e-6 to 5e-5."
     if rate > 1e-2:
         yield f"{key} far above the usual 1e-6 to 5e-4; training will hardly be stable."

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sft.recipe.data import Column, Data, Finding, Source
 from sft.recipe.eval import Evaluation
-from sft.recipe.section import UNRELATED, Section, fixed, named
+from sft.recipe.lora import Lora
+from sft.recipe.section import UNRELATED, Section, fixed, named, regular
 from sft.recipe.train import EVAL_LOSS, Fsdp, Train
 
 __all__ = [
@@ -42,22 +43,6 @@ _MODEL = fixed("the weights and tokens in the checkpoint belong to the other mod
 _ROUNDING = named("the same arithmetic in another order from here on")
 _MODEL_CODE = named("the model's own code runs, or no longer does, from here on")
 _SAME_SEQUENCES = named("as long as the prepared sequences stay the same")
-
-
-class Lora(Section):
-    """Train low-rank adapters instead of all weights (peft.LoraConfig)."""
-
-    r: int = Field(default=16, gt=0)
-    """Rank of the adapters."""
-
-    lora_alpha: int = Field(default=32, gt=0)
-    """Scale: an adapter's output is multiplied by lora_alpha / r."""
-
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on an adapter's input."""
-
-    target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the linear layers that get an adapter; `all-linear` is every one except the output head. Each name must match."""
 
 
 class RopeScaling(Section):
@@ -146,12 +131,21 @@ class Model(Section):
     """Extend the model's positions, such as `{rope_type: yarn, factor: 4.0}`; train on documents of the new length. final/config.json
     holds it. None: the model's own."""
 
+    freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _MODEL] = ()
+    """Regular expressions for parameter names; what one is found in stays as it is while the other weights are trained:
+    `["embed_tokens", "layers\\.[0-3]\\."]`. Each must match. Not with `lora`, which leaves all of the base as it is."""
+
     quantization: Annotated[Literal["nf4", "fp4", "int8"] | None, _MODEL] = None
     """Keep the frozen base in 4 bits (`nf4`, `fp4`) or 8 (`int8`) beside `lora` (QLoRA, by bitsandbytes). Layers compute in
     train.precision. final/ is the adapters merged into the dequantized base: what was trained."""
 
     bnb_4bit_use_double_quant: Annotated[bool, _MODEL] = True
     """Quantize the scales of `nf4` and `fp4` too: 0.4 bits a weight less."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _is_regular(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return regular(patterns)
 
 
 class Tracking(Section):

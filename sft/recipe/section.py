@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
+Patterns = TypeVar("Patterns", bound=Iterable[str])
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -30,6 +32,16 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
         yield annotation
     for argument in get_args(annotation):
         yield from sections_in(argument)
+
+
+def regular(patterns: Patterns) -> Patterns:
+    """The patterns; ValueError where one is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return patterns
 
 
 @dataclass(frozen=True)

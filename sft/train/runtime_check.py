@@ -14,7 +14,9 @@ from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
 
 from sft.errors import PlanError
+from sft.model.adapters import differing_adapters
 from sft.model.compiled_layers import are_compiled
+from sft.model.frozen import frozen_names
 from sft.model.gradient_checkpointing import planned_checkpointing, running_checkpointing
 from sft.model.live import computes_in, unwrapped
 from sft.model.load import weights_dtype
@@ -232,11 +234,17 @@ def _weights(trainer: Any, job: Job) -> Iterator[Reading]:
     count, total = sum(counts[name] for name in trained), sum(counts.values())
     share = f"{count:,} of {total:,} parameters"
     if lora is None:
-        yield Reading("trained", "all parameters", share, count != total)
+        patterns = job.recipe.model.freeze
+        frozen = frozen_names(patterns, list(named))
+        planned = f"all parameters but {len(frozen)} that model.freeze names" if patterns else "all parameters"
+        yield Reading("trained", planned, share, set(named) - set(frozen) != set(trained))
     else:
+        differs = [words for words in differing_adapters(trainer.model, lora) if words]
         adapters = sum(".lora_A." in name for name in trained)
-        wrong = not 0 < count < total or not adapters
-        yield Reading("trained", f"adapters of rank {lora.r}", f"{share}, {adapters} adapters", wrong)
+        found = ", ".join([share, f"{adapters} adapters", *differs[:1]])
+        yield Reading(
+            "trained", f"adapters of {lora.words}", found, not 0 < count < total or not adapters or bool(differs)
+        )
     # What the model's code keeps in fp32, such as the router of some experts, is no mismatch.
     kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
     dtypes = _dtypes(

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
-from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -17,9 +15,10 @@ from sft.checkpoint.resume import ResumePlan
 from sft.checkpoint.trainer import CheckpointingTrainer, ResumedSettings
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError
-from sft.model.adapters import lora_config, show_head, untrained_rows
+from sft.model.adapters import add_adapters, lora_config, show_head, untrained_rows
 from sft.model.compiled_layers import compile_layers
 from sft.model.flops import model_flops
+from sft.model.frozen import freeze
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
 from sft.model.quantization import adapters_stay_fp32
@@ -339,7 +338,8 @@ def build_trainer(
     resume_plan: ResumePlan | None = None,
 ) -> RecipeTrainer:
     """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added."""
-    lora, peft = job.recipe.model.lora, None
+    lora = job.recipe.model.lora
+    freeze(model, job.recipe.model.freeze)
     if lora is not None:
         untrained = untrained_rows(job, model, tokenizer, sequences.store)
         if untrained and distributed.is_rank_0():
@@ -347,11 +347,9 @@ def build_trainer(
             print(
                 f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True
             )
-        peft = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
+        config = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
     try:
-        if peft is not None and job.recipe.model.quantization is not None:
-            set_seed(arguments.seed)  # as TRL does before its adapters
-            model, peft = get_peft_model(model, peft), None
+        model = add_adapters(job, model, config) if lora is not None else model
         with adapters_stay_fp32(model):
             trainer = RecipeTrainer(
                 job,
@@ -362,7 +360,6 @@ def build_trainer(
                 model=model,
                 args=arguments,
                 processing_class=tokenizer,
-                peft_config=peft,
                 optimizer_cls_and_kwargs=build_arguments(job),
             )
     except ValueError as error:

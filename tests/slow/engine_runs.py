@@ -85,6 +85,15 @@ ENGINES = {
 VERIFIED = ("1", "2 DDP", "2 ZeRO-2", "2 ZeRO-3", "2 FSDP2", "2 tensor parallel", "2 ZeRO-2, sequence parallel")
 """Engines whose saves are verified: the end of each such run loads final/ in a process of its own."""
 
+_VERIFIED_KINDS = (
+    "packed, bf16",
+    "packed, new tokens",
+    "padded, adapters, new tokens",
+    "packed, nf4 and adapters",
+    "packed, DoRA",
+    "packed, pissa",
+)
+
 LORA = ("model.lora={r: 4}", "train.learning_rate=5e-3")
 NF4 = ("model.quantization=nf4", *LORA)
 DROPOUT = ("model.lora={r: 4, lora_dropout: 0.1}", "train.learning_rate=5e-3")
@@ -96,6 +105,9 @@ KINDS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "padded, adapters": (False, LORA),
     "packed, nf4 and adapters": (True, NF4),
     "packed, adapters with dropout": (True, DROPOUT),
+    "packed, DoRA": (True, ("model.lora={r: 4, use_dora: true}", LORA[1])),
+    "packed, pissa": (True, ("model.lora={r: 4, init_lora_weights: pissa_niter_4}", LORA[1])),
+    "packed, partly frozen": (True, (r"model.freeze=[embed_tokens, 'layers\.0\.']",)),
     "packed, bf16": (True, ("train.precision=bf16",)),
     "packed, new tokens": (True, (NEW, ASKS)),
     "padded, adapters, new tokens": (False, (NEW, ASKS, *LORA)),
@@ -180,9 +192,7 @@ class EngineRuns:
     @staticmethod
     def verified(engine: str, kind: str) -> bool:
         """Whether the run's saves are verified."""
-        return (
-            (engine in VERIFIED and kind == "packed") or kind == "packed, bf16" or "new tokens" in kind or "nf4" in kind
-        )
+        return (engine in VERIFIED and kind == "packed") or kind in _VERIFIED_KINDS
 
     def train(self, engine: str, kind: str, name: str, *overrides: str, expect: int = 0) -> dict[str, str]:
         """Train under a name; what the ranks print stays beside the run."""

@@ -40,6 +40,9 @@ WHERE_IT_WAS = [
     ("1", "packed, bf16"),
     ("2 DDP", DROPOUT),
     ("2 DDP", "packed, nf4 and adapters"),
+    ("2 DDP", "packed, DoRA"),
+    ("1", "packed, pissa"),
+    ("2 ZeRO-3", "packed, partly frozen"),
     ("2 ZeRO-2", "packed"),
     ("2 ZeRO-2", "padded"),
     ("2 ZeRO-3", "padded"),
@@ -93,6 +96,7 @@ ELSEWHERE = [
     ("2 FSDP2", "1", "padded, adapters"),
     ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
     ("2 FSDP2", "1", "packed, nf4 and adapters"),
+    ("2 ZeRO-2", "2 FSDP2", "packed, partly frozen"),
     ("1", "2 ZeRO-2", "packed, bf16"),
     ("2 ZeRO-2", "2 FSDP2", "packed, bf16"),
 ]

@@ -31,6 +31,9 @@ SAVED = [
     ("1", "packed, nf4 and adapters"),
     ("2 ZeRO-3", "packed, nf4 and adapters"),
     ("2 FSDP2", "packed, nf4 and adapters"),
+    ("2 DDP", "packed, DoRA"),
+    ("1", "packed, pissa"),
+    ("2 ZeRO-3", "packed, partly frozen"),
 ]
 
 

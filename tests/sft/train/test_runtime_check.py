@@ -201,7 +201,7 @@ NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, store
             NF4,
             {"quantization": (f"nf4, double{STORED[:-7]}bfloat16", "float32 (21 layers)")},
         ),
-        (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16", "0 adapters")}),
+        (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16, alpha 32", "0 adapters")}),
     ],
     ids=lambda value: None if callable(value) else str(value),
 )
@@ -315,7 +315,7 @@ def train_the_base(trainer: Any) -> None:
             {"weights": ("bf16", "bf16, fp32")},
         ),
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
-        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16", "")}),
+        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16, alpha 32", "")}),
     ],
     ids=[
         "kernel",
