@@ -26,7 +26,7 @@ MISSING = {
 }
 """Files that need a person, and what they are told."""
 
-TRAINED = ("v1_sft_demo.jsonl", "raschka_instruction_data.json", "axolotl_conversation.missingturns.json")
+TRAINED = ("fms_multi_turn_chat.jsonl", "raschka_instruction_data.json", "axolotl_conversation.missingturns.json")
 FIVE = ["train.max_steps=5", "train.save_canary=false", "eval.tasks=[]", "eval.chat=false"]
 
 
