@@ -191,6 +191,10 @@ def _settle_generation(model: Any, tokenizer: Any) -> list[str]:
     )
     generation.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
     config.eos_token_id = tokenizer.eos_token_id
+    if (
+        tokenizer.bos_token_id is not None
+    ):  # as the trainer does to the live model; adapters are merged into one that never met it
+        generation.bos_token_id = config.bos_token_id = tokenizer.bos_token_id
     notes = _settle_sampling(generation)
     if ordinary:
         words = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ordinary)
