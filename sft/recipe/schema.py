@@ -194,6 +194,12 @@ class Recipe(Section):
         self._folder = folder
         return self
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # wherever their files are
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
     @model_validator(mode="after")
     def _eval_during_training_needs_full_layers(self) -> Recipe:
         switches = {

@@ -11,7 +11,7 @@ from sft.data.prepare import prepare
 from sft.data.prepared import data_key, entry_folder, find_prepared
 from sft.hub.demo import Demo
 from sft.hub.model_facts import ModelFacts, inspect_model
-from sft.recipe.schema import REPOSITORY, Data, Recipe
+from sft.recipe.schema import REPOSITORY, REPOSITORY, Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 Key = Callable[..., str]
@@ -23,6 +23,7 @@ LIMITS = {
     "min_trained_fraction": "0.01",
 }
 CHANGES = {
+    "function": f"{REPOSITORY}/sft/errors.py:UserError",
     "held_out": "0.1",
     "max_length": "64",
     "packing": "false",
