@@ -11,7 +11,7 @@ from sft.data.prepare import prepare
 from sft.data.prepared import data_key, entry_folder, find_prepared
 from sft.hub.demo import Demo
 from sft.hub.model_facts import ModelFacts, inspect_model
-from sft.recipe.schema import REPOSITORY, REPOSITORY, Data, Recipe
+from sft.recipe.schema import REPOSITORY, Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 Key = Callable[..., str]
