@@ -69,8 +69,8 @@ def test_experts_are_balanced_unless_that_is_turned_off_and_final_does_not_retur
         first.append(losses(run)[0])
         config = json.loads((run.final / "config.json").read_text())
         assert (config["output_router_logits"], config["router_aux_loss_coef"]) == (False, 0.001)
-    # Of even routing to two of four experts the auxiliary loss is 2, times the coefficient.
-    assert first[1] - first[0] == pytest.approx(0.002, rel=0.2)
+    # The coefficient, times 2 where two of four experts are chosen evenly, up to 4 where always the same.
+    assert 0.002 <= first[1] - first[0] < 0.004
 
 
 def _check_stop(run: Run) -> None:
