@@ -46,8 +46,16 @@ FOLDER = ".verification"
 LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
 
 _SHOWN = 6
-_FREE_TO_DIFFER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-"""Keys of config.json that saving sets."""
+_FREE_TO_DIFFER = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "router_aux_loss_coef",
+}
+"""Keys of config.json that saving sets, and the weight of experts' auxiliary loss, which TRL sets on the live model for the training."""
 _OF_TOKENIZER = ("eos_token", "pad_token", "chat_template")
 _STOPPED = "Training stops, because final/ would be wrong too. The folder is kept.\n"
 
@@ -196,11 +204,13 @@ def compare_settings(folder: Path, model: Any, tokenizer: Any, trust_remote_code
         stops_at = GenerationConfig.from_pretrained(folder).eos_token_id
     except Exception as error:  # whatever keeps a user from loading them
         return [f"it cannot be loaded: {type(error).__name__}: {error}"]
+    # Where the tokenizer has no BOS, transformers before 5.23 clears the live model's; adapters are merged into a base that keeps it.
+    free = _FREE_TO_DIFFER | ({"bos_token_id"} if tokenizer.bos_token_id is None else set())
     configs = [json.loads(one.to_json_string(use_diff=False)) for one in (config, model.config)]
     changes = [
         change
         for change in differences(*configs)
-        if MISSING not in (change.old, change.new) and change.key.rpartition(".")[2] not in _FREE_TO_DIFFER
+        if MISSING not in (change.old, change.new) and change.key.rpartition(".")[2] not in free
     ]
     tokens, rows = saved.get_vocab(), config.get_text_config().vocab_size
     pairs = [

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sft.convert import common, sources
-from sft.convert.common import as_whole, is_true
-from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, refusal, table
+from sft.convert import engine, model, sources, training
+from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, as_whole, is_true, refusal, table
 
 _MODEL = f"""
 base_model -> model.name_or_path
@@ -19,7 +18,7 @@ tokenizer_use_fast tokenizer_legacy is_falcon_derived_model is_llama_derived_mod
 is_mistral_derived_model
 is_qwen_derived_model -- classes follow from the model's config.json
 tokenizer_config tokenizer_use_mistral_common tokenizer_save_jinja_files -- the tokenizer is the model's own
-chat_template -> model.chat_template -- chatml is ours; for other names {common.OWN_TEMPLATE}
+chat_template -> model.chat_template -- chatml is ours; for other names {model.OWN_TEMPLATE}
 chat_template_jinja -> model.chat_template -- text in the file becomes a .jinja file beside the recipe
 eot_tokens -> model.eos_token -- one token ends a turn and an answer
 special_tokens.pad_token -> model.pad_token
@@ -52,6 +51,7 @@ peft_use_dora -> model.lora.use_dora
 peft_use_rslora -> model.lora.use_rslora
 peft_init_lora_weights -> model.lora.init_lora_weights
 peft_layers_to_transform -> model.lora.layers_to_transform
+peft_layers_pattern -> model.lora.layers_pattern
 lora_target_parameters quantize_moe_experts llama4_linearized_experts -- adapters are on linear layers, and experts are not quantized
 model_quantization_config model_quantization_config_kwargs.* -- weights that come quantized are refused
 bnb_config_kwargs.bnb_4bit_use_double_quant -> model.bnb_4bit_use_double_quant
@@ -159,7 +159,7 @@ qat.* -- quantization-aware training is not supported: the model is trained as i
 quantization.* -- the finished model can be quantized: sft export
 """
 _ATTENTION = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
-AXOLOTL = common.FSDP | table(
+AXOLOTL = engine.FSDP | table(
     _MODEL + _DATA + _TRAIN,
     {
         **{key: {"true": ours, "false": "auto"} for key, ours in _ATTENTION.items()},
@@ -212,25 +212,27 @@ def convert(c: Conversion) -> None:
         for key in filter(c.has, ("micro_batch_size", "gradient_accumulation_steps")):
             c.keep(key, "train.micro_batch_size is measured, and accumulation follows from it")
     else:
-        common.batch(c, "micro_batch_size", "gradient_accumulation_steps", 1, sharing[0] * max(sharing[1:]))
-    common.schedule(c, "lr_scheduler", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
-    common.warmup(c)
+        training.batch(c, "micro_batch_size", "gradient_accumulation_steps", 1, sharing[0] * max(sharing[1:]))
+    training.schedule(c, "lr_scheduler", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
+    training.warmup(c)
     if "train.warmup_steps" in c.settings:
         c.inapplicable.add("warmup_ratio")
-    common.optimizer(c, "optimizer")
-    common.precision(c)
+    training.precision(c)
     for key in filter(c.has, ("bfloat16", "float16")):
         c.note(key, "train.precision", AXOLOTL[key].note)
     _tokens(c)
-    common.remote_code(c, "model_revision")
+    model.remote_code(c, "model_revision")
     _adapters(c)
-    common.quantized(c)
+    _freeze(c)
+    model.quantized(c)
     _data(c)
-    common.best(c, "early_stopping_patience")
-    common.deepspeed(c)
-    common.fsdp(c)
+    training.best(c, "early_stopping_patience")
+    engine.deepspeed(c)
+    engine.fsdp(c)
+    training.optimizer(c, "optimizer")
     _tracking(c)
     _checkpoints(c)
+    engine.compiled(c, "torch_compile")
     c.apply(AXOLOTL)
 
 
@@ -253,13 +255,13 @@ def _tokens(c: Conversion) -> None:
         if key.startswith("datasets.") and key.endswith(".type") and str(value).startswith("alpaca")
     ]
     if c.has("chat_template_jinja"):
-        common.own_template(c, "chat_template_jinja", text)
+        model.own_template(c, "chat_template_jinja", text)
         if c.has("chat_template"):
             c.keep("chat_template", "chat_template_jinja")
     elif template == "chatml":
         c.carry("chat_template", "model.chat_template", "chatml")
     elif template:
-        c.note("chat_template", "model.chat_template", f"{template}: {common.OWN_TEMPLATE}")
+        c.note("chat_template", "model.chat_template", f"{template}: {model.OWN_TEMPLATE}")
     elif alpaca:
         c.change(
             alpaca[0],
@@ -268,6 +270,20 @@ def _tokens(c: Conversion) -> None:
             "axolotl writes Alpaca's `### Instruction` around the text, and no chat template; here a template always renders it, and plain "
             "needs no tokens of its own. Remove the key for the tokenizer's own",
         )
+
+
+def _freeze(c: Conversion) -> None:
+    """What is trained becomes what is frozen: all names in which none of the patterns is found."""
+    key = "unfrozen_parameters"
+    patterns = [pattern.replace(".", r"\.") for pattern in as_list(c.get(key, []))]
+    if not c.has(key):
+        return
+    if c.get("adapter"):
+        c.drop(key, "adapters leave all of the base as it is")
+    elif any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
+        c.drop(key, "rows of a weight cannot be trained alone: model.freeze names whole weights")
+    else:
+        c.change(key, "model.freeze", [f"^(?!.*(?:{'|'.join(patterns)}))"], "all but those patterns is frozen")
 
 
 def _adapters(c: Conversion) -> None:
@@ -349,7 +365,7 @@ def _tracking(c: Conversion) -> None:
             c.drop(key, "not set" if not is_true(c.get(key)) else f"no tracker here is named {name}")
     if c.has("wandb_project"):
         c.carry("wandb_project", "tracking.project", str(c.get("wandb_project")))
-    common.run_name(c, "wandb_name")
+    training.run_name(c, "wandb_name")
 
 
 def _checkpoints(c: Conversion) -> None:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from sft.errors import UserError
 from sft.recipe.schema import Recipe
@@ -94,17 +94,15 @@ def refusal(key: str, value: Any) -> str:
         if not inner:
             return "" if part in schema.model_fields else f"a recipe has no key {key}"
         schema = inner[0]
-    known = schema.model_fields.get(name)
-    if known is None:
+    if name not in schema.model_fields:
         return f"a recipe has no key {key}"
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[known.annotation, known])  # type: ignore[arg-type]
     try:
-        adapter.validate_json(json.dumps(value, default=str), strict=True)
+        schema.model_validate_json(json.dumps({name: value}, default=str))
     except ValidationError as error:
-        said = (
-            error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-        )
-        return f"{key} does not take {shown(value)}: {said}"
+        for problem in error.errors(include_url=False):
+            if problem["loc"][:1] == (name,):  # not of the keys that are missing here
+                said = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+                return f"{key} does not take {shown(value)}: {said}"
     return ""
 
 
@@ -125,6 +123,17 @@ def as_list(value: Any) -> list[str]:
     """The names in a list, or in a text with commas."""
     given = value if isinstance(value, list) else str(value).split(",")
     return [str(one).strip() for one in given if str(one).strip()]
+
+
+def is_true(value: Any) -> bool:
+    """Whether a flag is set; YAML may hold it as text."""
+    return value is True or str(value).lower() in ("true", "1", "yes", "auto")
+
+
+def as_whole(value: Any) -> int | None:
+    """A whole number above 0; None for -1 (no limit), fractions, and what is no number."""
+    number = as_number(value)
+    return int(number) if number is not None and number > 0 and number == int(number) else None
 
 
 def as_number(value: Any) -> float | None:

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sft.convert import common, sources, trl
-from sft.convert.common import as_whole, is_true
-from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, table
+from sft.convert import engine, model, sources, training, trl
+from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, as_whole, is_true, table
 
 _NAMED = "a name in LLaMA-Factory's dataset_info.json: write the file, the folder or the id on the hub"
 
 _OWN = f"""
-template -> model.chat_template -- chatml is ours, default is plain; for other names {common.OWN_TEMPLATE}
+template -> model.chat_template -- chatml is ours, default is plain; for other names {model.OWN_TEMPLATE}
 finetuning_type -> model.lora -- lora is LLaMA-Factory's default; full trains all weights, as a recipe without model.lora does
 lora_rank -> model.lora.r (8)
 lora_alpha -> model.lora.lora_alpha -- twice the rank where it is not given
@@ -31,7 +30,7 @@ freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_
 flash_attn -> model.attn_implementation
 enable_liger_kernel -> model.kernels
 disable_gradient_checkpointing -> train.gradient_checkpointing
-rope_scaling -> model.rope_scaling
+rope_scaling -- model.rope_scaling, with a factor: LLaMA-Factory computes it from cutoff_len
 resize_vocab -- the embeddings get as many rows as model.new_tokens need
 add_special_tokens add_tokens -> model.new_tokens -- new tokens are special tokens here
 use_fast_tokenizer split_special_tokens -- text that spells special tokens is escaped: data.special_tokens
@@ -176,31 +175,31 @@ def convert(c: Conversion) -> None:
         if c.has("micro_batch_size"):
             c.drop("micro_batch_size", "memory only: train.micro_batch_size is measured")
     elif is_v1:
-        common.batch(c, "micro_batch_size", "gradient_accumulation_steps", 1)
+        training.batch(c, "micro_batch_size", "gradient_accumulation_steps", 1)
     else:
-        common.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
-    common.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
-    common.warmup(c)
-    is_muon = is_true(c.get("use_muon"))
-    common.optimizer(c, "use_muon" if is_muon else "optim", "muon" if is_muon else "")
+        training.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
+    training.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
+    training.warmup(c)
     if c.has("pure_bf16"):
         c.change("pure_bf16", "train.precision", "bf16", LLAMA_FACTORY["pure_bf16"].note)
     else:
-        common.precision(c)
+        training.precision(c)
     c.settings["data.overlong"] = "truncate"
     _template(c)
-    common.remote_code(c, "model_revision")
+    model.remote_code(c, "model_revision")
     _adapters(c, is_v1)
     _quantized(c)
     _data(c)
     trl.evaluation(c)
-    common.best(c, "early_stopping_steps")
-    common.deepspeed(c)
-    common.fsdp(c)
+    training.best(c, "early_stopping_steps")
+    engine.deepspeed(c)
+    engine.fsdp(c)
     if c.get("dist_config.name") == "fsdp2":
         c.change("dist_config.name", "train.fsdp", {}, "FSDP2")
-    common.report_to(c, "report_to")
-    common.run_name(c, "run_name")
+    is_muon = is_true(c.get("use_muon"))
+    training.optimizer(c, "use_muon" if is_muon else "optim", "muon" if is_muon else "")
+    training.report_to(c, "report_to")
+    training.run_name(c, "run_name")
     c.apply(LLAMA_FACTORY)
 
 
@@ -212,9 +211,9 @@ def _template(c: Conversion) -> None:
     elif c.has("template") and ours:
         c.change("template", "model.chat_template", ours, f"{name} writes roles as words, as plain does")
     elif c.has("template"):
-        c.note("template", "model.chat_template", f"{name}: {common.OWN_TEMPLATE}")
+        c.note("template", "model.chat_template", f"{name}: {model.OWN_TEMPLATE}")
     if c.has("custom_chat_template"):
-        common.own_template(c, "custom_chat_template", str(c.get("custom_chat_template")))
+        model.own_template(c, "custom_chat_template", str(c.get("custom_chat_template")))
     if c.has("enable_thinking"):
         c.change(
             "enable_thinking",

@@ -205,6 +205,11 @@ def _write(output: Path, text: str, templates: dict[str, str]) -> None:
             )
         output.parent.mkdir(parents=True, exist_ok=True)
         for name, template in templates.items():
+            file = output.parent / name
+            if file.exists() and file.read_text(encoding="utf-8") != template:
+                raise ConversionError(
+                    f"{file} exists and is another chat template. Write the recipe to another folder."
+                )
             (output.parent / name).write_text(template, encoding="utf-8")
         output.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from sft.convert import common, sources
-from sft.convert.common import as_whole, is_true
-from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, table
+from sft.convert import engine, model, sources, training
+from sft.convert.conversion import Conversion, ConversionError, as_list, as_number, as_whole, is_true, table
 
 TORCHTUNE = table(
     """
@@ -143,7 +142,10 @@ def convert(c: Conversion) -> None:
             c.keys[key] = re.sub(r"\$\{([\w.]+)\}", lambda match: str(c.keys.get(match[1], match[0])), value)
     _refuse(c)
     sharing = (as_whole(c.get("tensor_parallel_dim")) or 1) * (as_whole(c.get("context_parallel_dim")) or 1)
-    common.batch(c, "batch_size", "gradient_accumulation_steps", 1, sharing)
+    training.batch(c, "batch_size", "gradient_accumulation_steps", 1, sharing)
+    if c.gpus and c.gpus > 1:
+        c.settings["train.fsdp"] = {}
+        c.comments["train.fsdp"] = ["torchtune's recipes for several GPUs shard with FSDP2"]
     _optimizer(c)
     _adapters(c)
     _data(c)
@@ -156,9 +158,9 @@ def convert(c: Conversion) -> None:
         c.carry("metric_logger._component_", "tracking.report_to", [tracker])
     elif c.has("metric_logger._component_"):
         c.drop("metric_logger._component_", "metrics.jsonl has the curves")
-    common.run_name(c, "metric_logger.name")
+    training.run_name(c, "metric_logger.name")
     if c.has("tokenizer.prompt_template"):
-        c.note("tokenizer.prompt_template", "model.chat_template", common.OWN_TEMPLATE)
+        c.note("tokenizer.prompt_template", "model.chat_template", model.OWN_TEMPLATE)
     if c.keys.get("tokenizer.max_seq_len", 0) is None:
         c.change(
             "tokenizer.max_seq_len",
@@ -169,15 +171,13 @@ def convert(c: Conversion) -> None:
     steps, epochs = as_whole(c.get("max_steps_per_epoch")), as_number(c.get("epochs")) or 1
     if c.has("max_steps_per_epoch") and steps:
         c.change("max_steps_per_epoch", "train.max_steps", int(steps * epochs), "over all epochs")
-    if c.gpus and c.gpus > 1:
-        c.settings["train.fsdp"] = {}
-        c.comments["train.fsdp"] = ["torchtune's recipes for several GPUs shard with FSDP2"]
+    engine.compiled(c, "compile")
     c.apply(TORCHTUNE)
 
 
 def _optimizer(c: Conversion) -> None:
     theirs = str(c.get("optimizer._component_"))
-    common.optimizer(c, "optimizer._component_", _OPTIMIZERS.get(theirs, theirs))
+    training.optimizer(c, "optimizer._component_", _OPTIMIZERS.get(theirs, theirs))
     betas = c.get("optimizer.betas")
     if isinstance(betas, list) and len(betas) == 2:
         c.set("train.adam_beta1", betas[0])

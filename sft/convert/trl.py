@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sft.convert import common, sources
-from sft.convert.common import is_true
-from sft.convert.conversion import Conversion, ConversionError, as_number, table
+from sft.convert import engine, model, sources, training
+from sft.convert.conversion import Conversion, ConversionError, as_number, is_true, table
 
 _MODEL = """
 model_name_or_path -> model.name_or_path
@@ -117,8 +116,8 @@ full_determinism torch_empty_cache_steps ddp_bucket_cap_mb ddp_broadcast_buffers
 router_aux_loss_coef loss_type -> train.trainer_args.*
 """
 _VALUES = {"use_liger_kernel": {"true": "liger", "false": "none"}}
-TRL = table(_MODEL + _DATA + _TRAIN, _VALUES) | common.FSDP
-TRANSFORMERS = table(_MODEL + _TRAIN, _VALUES) | common.FSDP | table("learning_rate -> train.learning_rate (5e-5)")
+TRL = table(_MODEL + _DATA + _TRAIN, _VALUES) | engine.FSDP
+TRANSFORMERS = table(_MODEL + _TRAIN, _VALUES) | engine.FSDP | table("learning_rate -> train.learning_rate (5e-5)")
 
 _OTHER_TRAINING = {
     "preference training such as DPO": "beta max_prompt_length precompute_ref_log_probs ref_model_init_kwargs rpo_alpha",
@@ -156,31 +155,32 @@ def convert(c: Conversion) -> None:
     """
     _refuse(c)
     rows = TRANSFORMERS if c.tool == "transformers" else TRL
-    common.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
+    training.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     rate = as_number(c.get("learning_rate", rows["learning_rate"].default))
-    common.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", rate)
-    common.warmup(c)
-    common.optimizer(c, "optim")
-    common.precision(c, "fp32" if c.tool == "transformers" else "auto")
+    training.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", rate)
+    training.warmup(c)
+    training.precision(c, "fp32" if c.tool == "transformers" else "auto")
     for key in filter(c.has, ("torch_dtype", "dtype")):
         c.note(key, "train.precision", rows[key].note)
     _model(c)
     _adapters(c)
-    common.quantized(c)
+    model.quantized(c)
     _sources(c)
     evaluation(c)
-    common.best(c, "early_stopping_patience")
-    common.deepspeed(c)
-    common.fsdp(c)
+    training.best(c, "early_stopping_patience")
+    engine.deepspeed(c)
+    engine.fsdp(c)
     _launcher(c)
-    common.report_to(c, "report_to")
-    common.run_name(c, "run_name")
+    training.optimizer(c, "optim")
+    training.report_to(c, "report_to")
+    training.run_name(c, "run_name")
     if c.tool != "transformers":
         c.settings["data.overlong"] = "truncate"
         _lengths(c)
     if not c.get("model_name_or_path"):
         c.settings["model.name_or_path"] = "MODEL"
         c.comments["model.name_or_path"] = ["the file names no model: write its path or its id on the hub"]
+    engine.compiled(c, "torch_compile")
     c.apply(rows)
 
 
@@ -242,9 +242,9 @@ def _loss_on(c: Conversion) -> None:
 def _model(c: Conversion) -> None:
     if c.has("model_revision") and c.get("model_revision") == "main":
         c.keep("model_revision", "model.revision: main is the default")
-    common.remote_code(c, "model_revision")
+    model.remote_code(c, "model_revision")
     if c.has("chat_template"):
-        common.own_template(c, "chat_template", str(c.get("chat_template")))
+        model.own_template(c, "chat_template", str(c.get("chat_template")))
     if c.has("chat_template_path"):
         path = str(c.get("chat_template_path"))
         if path.endswith((".jinja", ".j2")):
@@ -259,10 +259,14 @@ def _model(c: Conversion) -> None:
 def _adapters(c: Conversion) -> None:
     adapters = [key for key in c.keys if key.startswith("lora_") or key in ("use_rslora", "use_dora")]
     if not is_true(c.get("use_peft")):
-        for key in filter(c.has, [*adapters, "use_peft"]):
+        for key in filter(c.has, adapters):
             c.drop(key, "no adapters: use_peft is not set")
+        if c.has("use_peft"):
+            c.keep("use_peft", "all weights are trained")
         return
     c.settings["model.lora"] = {}
+    if c.get("lora_target_modules") == ["all-linear"]:
+        c.carry("lora_target_modules", "model.lora.target_modules", "all-linear")
     c.note("use_peft", "model.lora", "adapters are trained where model.lora is given; final/ is the merged model")
 
 

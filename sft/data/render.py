@@ -88,6 +88,7 @@ class ChatRenderer:
         turns. Raises ValueError where the template refuses this conversation, for example for the order of its roles, or hides where
         the assistant speaks.
         """
+        self._check_arguments(arguments or {})
         messages = self.adapted(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [index for index in turns if trained is None or trained[index]]
@@ -99,6 +100,15 @@ class ChatRenderer:
             raise ValueError(f"the chat template shows {len(spans)} of the assistant's {len(turns)} turns")
         chosen = [span for span, index in zip(spans, turns, strict=True) if index in wanted]
         return Rendered(text, [(self._after_prompt(text, start), end) for start, end in chosen])
+
+    def _check_arguments(self, arguments: Arguments) -> None:
+        """Raise ValueError for text that the template would never show; a flag that it does not know changes nothing."""
+        texts = [name for name, value in arguments.items() if value and isinstance(value, str | list | dict)]
+        if lost := [name for name in texts if not re.search(rf"\b{re.escape(name)}\b", self.template)]:
+            raise ValueError(
+                f"`chat_template_kwargs` has {', '.join(lost)}, and the chat template does not read it, so that the model would never see "
+                "it. Set model.chat_template to one that does, or remove it from the column"
+            )
 
     def apply(
         self,

@@ -76,6 +76,9 @@ class Architecture:
         return same and (width is None or (width % 8 == 0 and width <= 256))
 
 
+PER_LAYER = "one for each kind of layer"
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What the plan needs of a model; None where config.json could not be read before a download."""
@@ -107,6 +110,9 @@ class ModelFacts:
 
     linear_parameters: int | None = None
     """Weights of the linear layers but the output head: what bitsandbytes quantizes. Fused experts are none."""
+
+    rope_type: str | None = None
+    """How its rotary positions are scaled: `default` (not at all), `yarn`, ...; PER_LAYER; None where it has none."""
 
     frozen_parameters: int = 0
     """Weights that model.freeze names."""
@@ -273,6 +279,11 @@ def _quantization(config: Any) -> str | None:
     return str(settings.get("quant_method") or "bitsandbytes")  # which older files of bitsandbytes do not name
 
 
+def _rope_type(config: Any) -> str | None:
+    rope = _value(config, "rope_parameters")
+    return str(rope.get("rope_type", PER_LAYER)) if rope else None
+
+
 def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts:
     same = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings".split()
@@ -290,6 +301,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
         architecture=read_architecture(model, config) if model else None,
         linear_parameters=_linear_parameters(model) if model else None,
         commit=commit,
+        rope_type=_rope_type(config),
         **{name: _value(config, name) for name in same},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -51,7 +52,7 @@ class Size:
     @property
     def words(self) -> str:
         """The number of rows, in words."""
-        return f"{self.rows:,} rows" if self.is_exact else f"about {self.rows:,} rows"
+        return f"{'' if self.is_exact else 'about '}{self.rows:,} row{'s' if self.rows > 1 else ''}"
 
 
 def choose_length(draft: Draft, size: Size, model: ModelFacts) -> None:
@@ -64,34 +65,18 @@ def choose_length(draft: Draft, size: Size, model: ModelFacts) -> None:
     p95 = int(lengths[ceil(0.95 * count) - 1])
     shown = f"95 of 100 rows have at most {p95:,} tokens, the longest has {longest:,}"
     if _rounded(wanted) > limit:
-        shown += (
-            f"; the model has {limit:,} positions"
-            if limit == model.max_position_embeddings
-            else f"; {limit:,} is the most that is chosen here"
-        )
+        is_models = limit == model.max_position_embeddings
+        shown += f"; the model has {limit:,} positions" if is_models else f"; no more than {limit:,} is chosen here"
     draft.put("data.max_length", value, shown)
     value = draft.recipe().data.max_length
     over, headless = float(np.mean(lengths > value)), float(np.mean(size.sample.first_targets >= value))
-    if over > 0.02:
-        if headless <= 0.05:
-            draft.put(
-                "data.overlong",
-                "truncate",
-                f"{over:.0%} of the rows are longer than max_length: their ends are cut off",
-            )
-        else:
-            reason = (
-                f"{over:.0%} of the rows are longer than max_length, and in {headless:.0%} the answer begins behind it: they are cut into "
-                "pieces"
-            )
-            draft.put("data.overlong", "split", reason)
+    longer = f"{np.sum(lengths > value):,} of {count:,} rows are longer than max_length"
+    if over > 0.02 and headless > 0.05:
+        draft.put("data.overlong", "split", f"{longer}, many with their answer behind it: they are cut into pieces")
+    elif over > 0.02:
+        draft.put("data.overlong", "truncate", f"{longer}: their ends are cut off")
     elif over:
-        rows = int(np.sum(lengths > value))
-        draft.put(
-            "data.overlong",
-            "drop",
-            f"{rows} of {count:,} rows are longer than max_length and left out; truncate or split keeps them",
-        )
+        draft.put("data.overlong", "drop", f"{longer} and left out; truncate or split keeps them")
 
 
 def _rounded(length: int) -> int:
@@ -103,28 +88,44 @@ def choose_weights(draft: Draft, hardware: Hardware, model: ModelFacts) -> None:
     """All weights or adapters, the engine, and the learning rate."""
     parameters = model.parameters or 0
     size = f"{parameters / 1e9:.2g} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.3g} million"
-    if hardware.ranks > 1:
+    names_engine = draft.has("train.deepspeed", "train.fsdp")
+    if hardware.ranks > 1 and not names_engine:
         draft.put("train.parallel", "auto", "the cheapest engine that fits, on any number of GPUs")
     if hardware.gpu is None:
         full, why = parameters <= CPU_PARAMETERS, f"{size} weights on a CPU"
     else:
-        full = not parameters or _fits(draft, hardware, model)
-        why = f"all {size} weights with their optimizer do not fit on {hardware.device} by arithmetic"
+        full = _fits(draft, hardware, model)
+        why = f"by arithmetic {hardware.device} cannot hold all {size} weights with their optimizer"
     if not full:
         draft.put("model.lora", {"r": 16, "lora_alpha": 32}, f"adapters: {why}")
-    lora = draft.recipe().model.lora is not None
-    if lora:
+    if not (full or _fits(draft, hardware, model)):
+        _quantize(draft, hardware, model)
+    if hardware.gpu is not None and not names_engine and not _fits(draft, hardware, model):
+        draft.put("train.parallel", "auto", "moves to the CPU what the GPU cannot hold")
+    if draft.recipe().model.lora is not None:
         draft.put("train.learning_rate", _LORA_RATE, "adapters usually take 1e-4 to 5e-4")
+    else:
+        rate = next(rate for least, rate in _FULL_RATES if parameters >= least)
+        reason = f"all {size} weights are trained; models of a billion usually take 1e-6 to 5e-5, smaller ones more"
+        draft.put("train.learning_rate", rate, reason)
+
+
+def _quantize(draft: Draft, hardware: Hardware, model: ModelFacts) -> None:
+    """Keep the base in 4 bits, if the adapters fit beside it then."""
+    if draft.recipe().model.lora is None or model.quantization or not model.linear_parameters:
         return
-    rate = next(rate for least, rate in _FULL_RATES if parameters >= least)
-    draft.put(
-        "train.learning_rate",
-        rate,
-        f"all {size} weights are trained; models of a billion usually take 1e-6 to 5e-5, smaller ones more",
-    )
+    smaller = copy(draft)
+    smaller.decisions = dict(draft.decisions)
+    reason = "QLoRA: the base in 4 bits, since adapters beside it in 16 bits do not fit either"
+    smaller.put("model.quantization", "nf4", reason)
+    if _fits(smaller, hardware, model):
+        draft.decisions = smaller.decisions
 
 
 def _fits(draft: Draft, hardware: Hardware, model: ModelFacts) -> bool:
+    """Whether the machine holds it without moving anything to the CPU; yes where that is not known."""
+    if hardware.gpu is None or not model.parameters:
+        return True
     name, _ = first_that_fits(draft.recipe(), hardware, model)
     return name is not None and "offload" not in name
 
@@ -146,12 +147,13 @@ def choose_steps(draft: Draft, size: Size, ranks: int) -> int:
     batch = ranks
     while batch * 2 <= min(_LARGEST_BATCH, sequences * passes / _STEPS):
         batch *= 2
-    steps = ceil(passes * ceil(sequences / batch))
     if not draft.has("train.global_batch_size", "train.global_batch_tokens"):
+        steps = ceil(passes * ceil(sequences / batch))
         few = "; the data is small, so there are few" if steps < FEW_STEPS else ""
         reason = f"{unit}; {sequences:,} of them x {passes:g} epochs / {batch} = about {steps:,} optimizer steps{few}"
         draft.put("train.global_batch_size", batch, reason)
-    steps = draft.recipe().train.max_steps or steps
+    recipe = draft.recipe()
+    steps = recipe.train.max_steps or ceil(passes * ceil(sequences / recipe.sequences_per_step))
     draft.put("train.warmup_steps", steps // 20, f"a twentieth of about {steps:,} steps")
     every = max(1, steps // 10)
     draft.put("train.save_steps", max(every, 50), "a checkpoint to resume from")
@@ -165,10 +167,11 @@ def choose_chat(draft: Draft, split: EvalSplit, rows: Rows, sample: Tokenized) -
     """The prompts that base and tuned model answer after training: some of the held-out questions."""
     if rows.format in ("text", "tokens"):
         return
-    questions = [pair.question for pair in pairs(split.rows, rows, draft.recipe().data) if "\n" not in pair.question]
-    prompts = sorted(dict.fromkeys(questions), key=len)[:_PROMPTS]
+    questions = [pair.question for pair in pairs(split.rows, rows, draft.recipe().data)]
+    short = [question for question in questions if "\n" not in question and len(question) <= _LONGEST_PROMPT]
+    prompts = list(dict.fromkeys(short))[:_PROMPTS]
     longest = int(np.percentile(sample.trained, 95))
-    chat: dict[str, Any] = {"prompts": prompts} if prompts and len(prompts[-1]) <= _LONGEST_PROMPT else {}
+    chat: dict[str, Any] = {"prompts": prompts} if prompts else {}
     what = "held-out questions that base and tuned model answer after the training; " if chat else ""
     length = min(512, max(32, 2 * longest))
     draft.put(

@@ -38,7 +38,7 @@ class Draft:
             value: Any = stated
             for part in key.split("."):
                 value = value[part]
-            self.decisions[key] = Decision(value, "as given")
+            self.decisions[key] = Decision(value, "given on the command line")
 
     def has(self, *keys: str) -> bool:
         """Whether the user has set one of these keys, or a section that holds one or is in one."""

@@ -92,9 +92,7 @@ class Problems:
 
     def message(self, data: str) -> str:
         """All of it in one message."""
-        if len(self.lines) == 1:
-            return f"No recipe for {data} yet. {self.lines[0]}"
-        return "\n".join([f"No recipe for {data} yet:", *(f"  - {line}" for line in self.lines)])
+        return "\n".join([f"No recipe for {data} yet:", *("  " + line.replace("\n", "\n  ") for line in self.lines)])
 
 
 def _name_of(data: str) -> str:
@@ -215,9 +213,9 @@ def _size(draft: Draft, rows: Rows, facts: ModelFacts, sample: Tokenized, drawn:
 
 def _title(data: str, output: Path, draft: Draft) -> list[str]:
     recipe, file = draft.recipe(), join([str(output)])
-    how = "Adapters on" if recipe.model.lora is not None else "Full fine-tune of"
+    how = "LoRA on" if recipe.model.lora is not None else "Full fine-tune of"
     return [
-        f"{how} {recipe.model.name_or_path} on {data}. Written by `sft init`; every value is yours to change.",
+        f"{how} {recipe.model.name_or_path}, with {data}. Written by `sft init`; every value is yours to change.",
         f"  bash scripts/sft.sh {file} --show 3    # three rows as the model gets them, and what was found in the data",
         f"  bash scripts/sft.sh {file} --plan      # every decision with its reason",
         f"  bash scripts/sft.sh {file}",

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from sft.data.conversation import text_of
 from sft.data.formats import Conversation, Text, renamed, to_example
 from sft.data.readers import Row
@@ -192,11 +194,11 @@ def _config(name: str, output_type: str, metrics: Sequence[str], **more: Any) ->
     listed = [{"metric": one, "aggregation": "mean", "higher_is_better": True} for one in metrics]
     return {
         "task": name,
-        "dataset_path": "json",
         "test_split": "test",
         "output_type": output_type,
         **more,
         "metric_list": listed,
+        "metadata": {"version": 1},
     }
 
 
@@ -231,25 +233,38 @@ def _among_others(held_out: Sequence[Pair], pool: Sequence[str], seed: int) -> l
 def _perplexity(name: str, split: EvalSplit, rows: Rows) -> OwnTask:
     texts = [text_of(renamed(row, rows.source)["text"]) for row in split.rows]
     config = _config(name, "loglikelihood_rolling", [], doc_to_text="", doc_to_target="text")
-    config["metric_list"] = [
-        {"metric": one, "aggregation": aggregation, "higher_is_better": False}
-        for one, aggregation in (("bits_per_byte", "bits_per_byte"), ("byte_perplexity", "weighted_perplexity"))
-    ]
-    return OwnTask(config, [{"text": text} for text in texts if text.strip()], "bits per byte of the held-out texts")
+    config["metric_list"] = [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}]
+    return OwnTask(
+        config,
+        [{"text": text} for text in texts if text.strip()],
+        "a task of its own: bits per byte of the held-out texts",
+    )
 
 
 def write_task(folder: Path, task: OwnTask) -> Path:
     """Write the task's file and its questions."""
-    import yaml
-
     name = str(task.config["task"])
     questions, file = folder / "questions.jsonl", folder / f"{name}.yaml"
     write_rows(questions, task.questions)
+    if _reads_dates(questions):
+        import pyarrow.parquet as pq
+
+        questions.unlink()
+        questions = questions.with_suffix(".parquet")
+        pq.write_table(pa.Table.from_pylist(task.questions), questions)
     # lm_eval knows no paths that are relative to the task's file.
-    files = {"dataset_kwargs": {"data_files": {"test": str(questions.resolve())}}, "metadata": {"version": 1}}
-    text = yaml.safe_dump(task.config | files, sort_keys=False, allow_unicode=True, width=1000)
-    file.write_text(f"# Written by `sft init`: {task.reason}.\n{text}", encoding="utf-8")
+    places = {"dataset_path": "json" if questions.suffix == ".jsonl" else "parquet"}
+    config = task.config | places | {"dataset_kwargs": {"data_files": {"test": str(questions.resolve())}}}
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in config.items()]
+    file.write_text("\n".join([f"# Written by `sft init`: {task.reason}.", *lines, ""]), encoding="utf-8")
     return file
+
+
+def _reads_dates(questions: Path) -> bool:
+    """Whether `datasets`, which reads JSON by pyarrow, would turn texts such as 2024-01-02 into dates."""
+    from pyarrow.json import read_json
+
+    return any(pa.types.is_timestamp(column.type) for column in read_json(questions).columns)
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:

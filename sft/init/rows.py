@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,8 +17,8 @@ from sft.errors import DataError
 from sft.hub.names import is_on_hub
 from sft.recipe.schema import Source
 
-MOST_ROWS = 20_000
-"""Rows that are read and tokenized, from the first on."""
+MOST_ROWS, _MOST_CHARACTERS = 20_000, 40_000_000
+"""What is read and tokenized, from the first row on."""
 
 _GUESSED = "guessed"
 
@@ -27,15 +27,19 @@ _HEAD = 200
 
 _QUESTIONS = (
     "prompt question query instruction input source src user human request task review sentence text document article message utterance "
-    "tweet_text pregunta entrada frage eingabe domanda pergunta вопрос 问题 输入 质問 質問 질문"
+    "tweet comment email post title pregunta entrada frage eingabe domanda pergunta вопрос 问题 输入 质問 質問 질문"
 ).split()
 _ANSWERS = (
-    "completion answer response output reply target tgt assistant bot expected solution summary translation label category class "
-    "sentiment intent respuesta salida antwort ausgabe risposta resposta réponse reponse ответ 回答 答案 输出 答え 답변"
+    "completion answer response output reply target tgt assistant bot expected solution summary highlights translation label category "
+    "class sentiment intent respuesta salida antwort ausgabe risposta resposta réponse reponse ответ 回答 答案 输出 答え 답변"
 ).split()
 _CONTEXTS = "context passage background contexto kontext contexte".split()
+_SYSTEMS = ["system_prompt", "system", "system_message"]
 _CONVERSATIONS = "messages conversations conversation dialogue dialog chat turns history".split()
 """Names that columns have elsewhere, the most telling first."""
+
+_ABOUT = "id ids url uri index idx date time type kind lang language score length tokens count number".split()
+"""Last words of names of columns that are about a text and not the text."""
 
 _SPEAKERS = {
     "user": "usuario usuária usuário benutzer nutzer utilisateur utente пользователь 用户 使用者 ユーザー 사용자 customer client "
@@ -84,7 +88,8 @@ def read_sample(source: Source, columns: Mapping[Any, str] | None, output_dir: s
     """
     data = source.path
     streamed = source.model_copy(update={"streaming": is_on_hub(source)})
-    numbered = list(islice(open_source(streamed, output_dir).rows, MOST_ROWS + 1))
+    stream = open_source(streamed, output_dir).rows
+    numbered = list(_first(stream))
     good = [row for _, row in numbered[:_HEAD] if not isinstance(row, BadRow)]
     if not good:
         bad = next((row.reason for _, row in numbered if isinstance(row, BadRow)), None)
@@ -93,7 +98,16 @@ def read_sample(source: Source, columns: Mapping[Any, str] | None, output_dir: s
     source = source.model_copy(update={"columns": columns})
     format = row_format(good, source)
     _check_roles(good, format, columns, data)
-    return Rows(source, format, numbered[:MOST_ROWS], len(numbered) <= MOST_ROWS, reason)
+    return Rows(source, format, numbered, next(stream, None) is None, reason)
+
+
+def _first(stream: Iterator[tuple[int, Row | BadRow]]) -> Iterator[tuple[int, Row | BadRow]]:
+    characters = 0
+    for numbered in islice(stream, MOST_ROWS):
+        yield numbered
+        characters += len(str(numbered[1]))
+        if characters > _MOST_CHARACTERS:
+            return
 
 
 def _recognized(rows: Sequence[Row], data: str) -> tuple[dict[str, str], str]:
@@ -103,28 +117,39 @@ def _recognized(rows: Sequence[Row], data: str) -> tuple[dict[str, str], str]:
         DataError: No column is known, or what holds the answer is not clear.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    known: DataError | None = None
+    texts = [name for name in names if _is_text(rows, name)]
     try:
         format = row_format(rows, Source(path=data))
-        if format != "text" or _named(_ANSWERS, [name for name in names if name != "text"]) is None:
-            return {}, "by its columns"
-    except DataError as error:
-        known = error
-    if known is not None and {"chosen", "rejected"} <= set(names):
-        raise known
+    except DataError:
+        if {"chosen", "rejected"} <= set(names):
+            raise
+        return _by_name(rows, names, texts, data)
+    if format == "text" and (answer := _named(_ANSWERS, [name for name in names if name != "text"])):
+        if answer in texts:
+            return {"prompt": "text", "completion": answer}, f"{_GUESSED}, since `{answer}` stands beside `text`"
+        raise DataError(
+            f"{data}: is `text` to be trained as it is (--columns text=text), or is `{answer}` the answer to it? That holds numbers: add a "
+            "column that says in words what they mean, and name it: --columns prompt=text,completion=NAME."
+        )
+    beside: dict[str, str] = {}
+    if format in ("alpaca", "prompt_completion"):
+        beside = _beside(names, texts, _CONTEXTS if format == "alpaca" and "input" not in names else [])
+    return beside, "by its columns"
+
+
+def _by_name(rows: Sequence[Row], names: list[str], texts: list[str], data: str) -> tuple[dict[str, str], str]:
+    how = "by the names of its columns"
     chat = _named(_CONVERSATIONS, [name for name in names if _is_conversation(rows, name)])
     if chat is not None:
-        return {"messages": chat}, f"`{chat}` holds lists of messages"
-    texts = [name for name in names if _is_text(rows, name)]
-    question, answer = _named(_QUESTIONS, texts), _named(_ANSWERS, names)
-    if question is not None and answer == question:
-        answer = _named(_ANSWERS, [name for name in names if name != question])
+        return {"messages": chat}, how
+    answer = _named(_ANSWERS, texts)
+    question = _named([*_QUESTIONS, *_CONTEXTS], [name for name in texts if name != answer])
     if question is not None and answer is not None:
-        context = _named([*_CONTEXTS, "input"], [name for name in texts if name not in (question, answer)])
-        if context is not None:
-            return {"instruction": question, "input": context, "output": answer}, "by the names of its columns"
-        return {"prompt": question, "completion": answer}, "by the names of its columns"
-    if len(names) == 2 and len(texts) == 2:
+        beside = _beside(names, [name for name in texts if name not in (question, answer)], [*_CONTEXTS, "input"])
+        if "input" in beside:
+            return {"instruction": question, "output": answer} | beside, how
+        return {"prompt": question, "completion": answer} | beside, how
+    if len(names) == len(texts) == 2:
         if any(len(name) > 40 or name.rstrip().endswith((".", "?", "!")) for name in names):
             raise DataError(
                 f"{data}: its first line reads like a row and not like the names of columns: {names}. Write a line above it: "
@@ -137,20 +162,26 @@ def _recognized(rows: Sequence[Row], data: str) -> tuple[dict[str, str], str]:
     )
 
 
+def _beside(names: list[str], texts: list[str], contexts: Sequence[str]) -> dict[str, str]:
+    """What a question may come with: a context, and a system message."""
+    found = {"input": _named(contexts, texts), "system": None if "system" in names else _named(_SYSTEMS, texts)}
+    return {ours: theirs for ours, theirs in found.items() if theirs is not None}
+
+
 def _named(known: Sequence[str], names: Sequence[str]) -> str | None:
     """The column whose name is the most telling, in any case and with any separators.
 
-    >>> _named(["question", "input"], ["ID", "The Question"])
+    >>> _named(["question", "input"], ["question_id", "The Question"])
     'The Question'
     """
-    simple = {name: re.sub(r"\W+", "_", name.strip().lower()) for name in names}
-    for word in known:
-        for name, plain in simple.items():
-            if plain == word:
+    words = {name: re.sub(r"\W+|_", " ", name.lower()).split() for name in names}
+    for one in known:
+        for name, parts in words.items():
+            if parts == one.split("_"):
                 return name
-    for word in known:
-        for name, plain in simple.items():
-            if len(word) > 3 and word in plain.split("_"):
+    for one in known:
+        for name, parts in words.items():
+            if len(one) > 3 and one in parts and parts[-1] not in _ABOUT:
                 return name
     return None
 

@@ -18,6 +18,7 @@ from sft.model.adapters import check_adapters, merge_adapters
 from sft.model.frozen import check_frozen
 from sft.model.new_tokens import embed_new_tokens
 from sft.model.quantization import dequantize, keep_training_arithmetic, quantization_config, storage
+from sft.model.rope import scale_positions
 from sft.model.tensor_parallel import loading_arguments, sum_norm_gradients_once
 from sft.model.weight_checks import DTYPES, check_values, check_weights, find_misfit, outside_zero_3, refuse_misfit
 from sft.plan.job import Job
@@ -60,6 +61,8 @@ def check_base(job: Job) -> None:
     """
     model = pinned(job.recipe, job.model).model
     check_weights(job.model.path, model.revision, model.trust_remote_code, _key(model))
+    if model.rope_scaling is not None:
+        scale_positions(load_config(job.model.path, model.revision, model.trust_remote_code), model.rope_scaling)
     check_trained(job)
 
 
@@ -101,6 +104,9 @@ def load_base(
 
     weights = (path, model.revision, model.trust_remote_code, _key(model))
     check_weights(*weights)
+    if model.rope_scaling is not None:
+        config = load_config(path, model.revision, model.trust_remote_code)
+        arguments["config"] = scale_positions(config, model.rope_scaling)
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -191,6 +197,10 @@ def _settle_generation(model: Any, tokenizer: Any) -> list[str]:
     )
     generation.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
     config.eos_token_id = tokenizer.eos_token_id
+    if (
+        tokenizer.bos_token_id is not None
+    ):  # as the trainer does to the live model; adapters are merged into one that never met it
+        generation.bos_token_id = config.bos_token_id = tokenizer.bos_token_id
     notes = _settle_sampling(generation)
     if ordinary:
         words = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ordinary)

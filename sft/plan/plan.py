@@ -74,6 +74,8 @@ class Plan:
     """What the trained weights are kept in."""
     quantization: Decision[str]
     """What the frozen base is kept in: `nf4`, `fp4`, `int8` or `none`."""
+    rope_scaling: Decision[str]
+    """`none`, or the kind."""
     gradients: Decision[str]
     """What gradients of a step's micro-batches are added up in."""
     attention: Decision[str]

@@ -13,6 +13,7 @@ from sft.plan.optimizer import optimizer_refusals
 from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
+from sft.plan.rope import positions, rope_refusals
 from sft.plan.schedule import decay_steps
 from sft.recipe.schema import Recipe
 
@@ -42,6 +43,7 @@ def refuse(case: Case) -> None:
     problems = [
         *_numbers(case),
         *_schedule(case),
+        *rope_refusals(case.recipe, case.model),
         *_regularization(case),
         *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
         *_precision(case),
@@ -57,9 +59,10 @@ def refuse(case: Case) -> None:
 def _numbers(case: Case) -> Iterator[str]:
     recipe, lora, hidden = case.recipe, case.recipe.model.lora, case.model.hidden_size
     # Positions restart at each document, so that the length of a pack does not matter to the model.
-    limit, length, decay = case.model.max_position_embeddings, recipe.data.max_length, recipe.train.weight_decay
+    limit, length, decay = positions(recipe, case.model), recipe.data.max_length, recipe.train.weight_decay
     if limit is not None and length > limit:
-        yield f"data.max_length={length} is more than the model's {limit} positions. Set it to at most {limit}."
+        extended = "" if recipe.model.rope_scaling else ", or extend them: model.rope_scaling"
+        yield f"data.max_length={length} is more than the model's {limit} positions. Set it to at most {limit}{extended}."
     if lora and hidden and lora.r > hidden:
         yield f"model.lora.r={lora.r} is more than the model's hidden size of {hidden}. Usual ranks are 8 to 256."
     rate = case.plan.learning_rate.value

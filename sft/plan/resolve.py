@@ -19,6 +19,7 @@ from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_paral
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult, stated
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import Case, refuse
+from sft.plan.rope import resolve_rope
 from sft.plan.schedule import resolve_schedule, resolve_warmup
 from sft.recipe.schema import Recipe
 
@@ -66,6 +67,7 @@ def resolve_plan(
         gradient_accumulation_steps=accumulation,
         empty_sequences_per_step=empty,
         learning_rate=resolve_learning_rate(recipe),
+        rope_scaling=resolve_rope(recipe, model),
         optimizer=resolve_optimizer(recipe),
         lr_scheduler_type=resolve_schedule(recipe, expected["max_steps"].value, warmup.value),
         warmup_steps=warmup,

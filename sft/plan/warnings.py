@@ -8,6 +8,7 @@ from math import ceil
 from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Hardware
 from sft.plan.plan import DataSize, Plan
+from sft.plan.rope import original_positions, positions
 from sft.recipe.optimization import ENDS_ABOVE_ZERO
 from sft.recipe.schema import Recipe
 
@@ -23,7 +24,13 @@ def plan_warnings(
 ) -> list[str]:
     """What a plan shows that would surprise its author, one sentence or two each; without data the number of steps is an estimate."""
     parameters = model.parameters or 0
+    original = original_positions(recipe, model)
     warnings = [*_steps(recipe, plan, data), *_learning_rate(recipe, plan, parameters), *_optimizer(recipe)]
+    if recipe.model.rope_scaling and original and recipe.data.max_length <= original:
+        warnings.append(
+            f"model.rope_scaling extends the model to {positions(recipe, model)} positions, and data.max_length={recipe.data.max_length} "
+            f"trains none beyond the {original} it had. Raise data.max_length, or remove model.rope_scaling."
+        )
     if hardware.gpu is None and parameters > CPU_PARAMETERS:
         warnings.append(
             f"No GPU was found (nvidia-smi shows none, or CUDA_VISIBLE_DEVICES hides it), and {parameters / 1e9:.3g}e9 parameters are "

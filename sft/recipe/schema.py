@@ -27,6 +27,7 @@ __all__ = [
     "Lora",
     "Model",
     "Recipe",
+    "RopeScaling",
     "Section",
     "Source",
     "Tracking",
@@ -42,6 +43,48 @@ _MODEL = fixed("the weights and tokens in the checkpoint belong to the other mod
 _ROUNDING = named("the same arithmetic in another order from here on")
 _MODEL_CODE = named("the model's own code runs, or no longer does, from here on")
 _SAME_SEQUENCES = named("as long as the prepared sequences stay the same")
+
+
+class RopeScaling(Section):
+    """Extend the model's positions (its context), under transformers' names."""
+
+    rope_type: Literal["yarn", "linear", "llama3"]
+    """`dynamic` and `longrope` are left out: they depend on the longest document of a pack, so that packed differs from separate."""
+
+    factor: float = Field(gt=1)
+    """How many times the positions."""
+
+    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    """Positions that the model was pretrained with. None: max_position_embeddings of its config.json."""
+
+    attention_factor: float | None = Field(default=None, gt=0)
+    """yarn: scale of the attention; None: computed from the factor."""
+
+    beta_fast: float | None = Field(default=None, gt=0)
+    """yarn: turns above which frequencies stay; None: 32."""
+
+    beta_slow: float | None = Field(default=None, gt=0)
+    """yarn: turns below which frequencies are divided by the factor; None: 1."""
+
+    low_freq_factor: float | None = Field(default=None, gt=0)
+    """llama3 needs it; Llama 3.1 has 1."""
+
+    high_freq_factor: float | None = Field(default=None, gt=0)
+    """llama3 needs it; Llama 3.1 has 4."""
+
+    @model_validator(mode="after")
+    def _keys_of_the_type(self) -> RopeScaling:
+        own = {
+            "yarn": ("attention_factor", "beta_fast", "beta_slow"),
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+        }
+        for kind, names in own.items():
+            given = [name for name in names if getattr(self, name) is not None]
+            if given and kind != self.rope_type:
+                raise ValueError(f"{' and '.join(given)} is for rope_type={kind}, which is {self.rope_type}: remove it")
+            if kind == self.rope_type == "llama3" and len(given) < len(names):
+                raise ValueError("rope_type=llama3 needs low_freq_factor and high_freq_factor; Llama 3.1 has 1 and 4")
+        return self
 
 
 class Model(Section):
@@ -83,6 +126,10 @@ class Model(Section):
 
     lora: Annotated[Lora | None, _MODEL] = None
     """Train adapters instead of all weights; `lora: {}` takes the defaults."""
+
+    rope_scaling: Annotated[RopeScaling | None, _MODEL] = None
+    """Extend the model's positions, such as `{rope_type: yarn, factor: 4.0}`; train on documents of the new length. final/config.json
+    holds it. None: the model's own."""
 
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _MODEL] = ()
     """Regular expressions for parameter names; what one is found in stays as it is while the other weights are trained:

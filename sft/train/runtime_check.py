@@ -21,6 +21,7 @@ from sft.model.gradient_checkpointing import planned_checkpointing, running_chec
 from sft.model.live import computes_in, unwrapped
 from sft.model.load import weights_dtype
 from sft.model.quantization import describe_planned, describe_running, numels
+from sft.model.rope import planned_rope, running_rope
 from sft.parallel.fsdp import reshard, sharded_units, sharding_readings, shards
 from sft.parallel.process_group import group_timeouts
 from sft.parallel.sequence import sequence_parallel_ranks
@@ -180,6 +181,8 @@ def _of_model(trainer: Any, job: Job, engine: Any, probe: Probe | None) -> Itera
     yield from _weights(trainer, job)
     planned_kind, kind = describe_planned(job), describe_running(model)
     yield Reading("quantization", planned_kind, kind, kind.partition(" (")[0] != planned_kind)
+    if (rope := job.recipe.model.rope_scaling) is not None:
+        yield Reading.equal("rope_scaling", planned_rope(rope), running_rope(unwrapped(trainer)))
     yield Reading.equal("compile", plan.compile.value, are_compiled(model))
     planned = planned_checkpointing(model, plan.gradient_checkpointing.value)
     yield Reading.equal("gradient_checkpointing", planned, running_checkpointing(model))

@@ -115,7 +115,12 @@ class RecipeTrainer(CheckpointingTrainer):
         """Micro-batches of the step, and how many of them went into the model."""
         # SFTTrainer takes a dataset of its own library only, and never reads this one.
         row = Dataset.from_list([{name: list(sequences[0][name]) for name in ("input_ids", "labels")}])
+        experts = trl["model"].config.get_text_config()
+        returns_logits = getattr(experts, "output_router_logits", None)
         super().__init__(job, resume_plan, self.progress.saving, train_dataset=row, **trl)
+        if returns_logits is not None:
+            # TRL sets it for a mixture of experts, and asks for the router's logits at each batch besides: final/ need not return them.
+            experts.output_router_logits = returns_logits
         self.train_dataset = sequences
         train = job.recipe.train
         alpha, self.smoothing = train.neftune_noise_alpha, train.label_smoothing_factor

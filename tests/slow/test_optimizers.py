@@ -1,5 +1,6 @@
 """Each optimizer and each schedule trains, is what runs, and resumes bit by bit: one training for each pair, on engines that take it."""
 
+import json
 from dataclasses import dataclass
 from math import cos, pi
 
@@ -33,6 +34,7 @@ class Pair:
 LINE = [1 - step / 9 for step in range(9)]
 COSINE = [0.2 + 0.8 * (1 + cos(pi * step / 9)) / 2 for step in range(9)]
 NOISY = "train.neftune_noise_alpha=5 train.label_smoothing_factor=0.2"
+YARN = "model.rope_scaling.rope_type=yarn model.rope_scaling.factor=4.0"
 PAIRS = {
     "adamw_8bit": Pair(
         "1", "adamw_8bit", "warmup_stable_decay train.lr_decay_ratio=0.5 train.lr_decay_type=linear",
@@ -51,6 +53,7 @@ PAIRS = {
     "lion, ZeRO-3": Pair("2 ZeRO-3", "lion", "cosine_with_min_lr train.min_lr_ratio=0.2", COSINE),
     "noise and smoothing": Pair("1", "adamw", f"constant {NOISY}", [1.0] * 9),
     "noise and smoothing, ZeRO-3": Pair("2 ZeRO-3", "adamw", f"constant {NOISY}", [1.0] * 9, "padded"),
+    "yarn, ZeRO-3": Pair("2 ZeRO-3", "adamw", f"constant {YARN}", [1.0] * 9, "packed, bf16"),
     "lion, FSDP2": Pair("2 FSDP2", "lion", "constant_with_warmup", [1.0] * 9),
 }  # fmt: skip
 
@@ -97,6 +100,13 @@ def test_noise_and_smoothing_change_the_training_and_leave_the_eval_loss_plain(r
     # A fifth of the loss is taken over the vocabulary, whose tokens are all as likely in the beginning as later unlikely.
     assert losses(noisy)[-1] > lines(noisy)[-1]["held_out_loss"] + 0.3
     assert losses(noisy)[0] != losses(plain)[0]
+
+
+def test_extended_positions_are_those_of_the_live_layers_and_of_final(runs: EngineRuns) -> None:
+    run = trained("yarn, ZeRO-3", runs)
+    assert run.record["running"]["rope_scaling"] == "yarn, factor 4"
+    config = json.loads((run.final / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["rope_parameters"]["rope_type"]) == (4096, "yarn")
 
 
 def test_what_the_optimizers_keep_is_what_the_plan_counts(runs: EngineRuns) -> None:

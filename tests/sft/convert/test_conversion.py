@@ -8,10 +8,7 @@ from sft.convert.conversion import Conversion, fitted, flatten, refusal, table
 from sft.convert.main import TOOLS
 
 NOT_YET = """
-model.freeze model.lora.alpha_pattern model.lora.init_lora_weights
-model.lora.layers_to_transform model.lora.modules_to_save model.lora.rank_pattern model.lora.use_dora model.lora.use_rslora
-model.rope_scaling train.label_smoothing_factor
-train.neftune_noise_alpha
+train.label_smoothing_factor train.neftune_noise_alpha
 """.split()
 """Keys that recipes do not have; a file that needs one is told so."""
 

@@ -1,6 +1,7 @@
 """What configs of each tool become, and which are refused."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,16 @@ def test_optimizers(tmp_path: Path, theirs: str, ours: str, arguments: dict[str,
     assert train.adam_beta1 == (0.8 if "adam" in ours else 0.9)
 
 
+def test_8_bit_states_are_not_sharded(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit"}).train.optim == "adamw_8bit"
+    assert (
+        recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit", "deepspeed": "zero2.json"}).train.optim == "adamw"
+    )
+    assert (
+        recipe_of(tmp_path, AXOLOTL | {"optimizer": "paged_adamw_8bit", "fsdp": ["full_shard"]}).train.optim == "adamw"
+    )
+
+
 def test_llama_factorys_muon_keeps_adamw_for_the_rest(tmp_path: Path) -> None:
     train = recipe_of(tmp_path, LLAMA_FACTORY | {"use_muon": True}).train
     assert (train.optim, train.adam_beta2) == ("muon", 0.999)
@@ -228,6 +239,39 @@ def test_axolotls_fsdp_and_slices(tmp_path: Path) -> None:
     assert (recipe.sources[0].format, recipe.model.chat_template, recipe.data.held_out) == ("alpaca", "plain", 0.1)
     assert recipe.train.fsdp is not None
     assert (recipe.train.fsdp.offload_params, recipe.train.fsdp.state_dict_type) == (True, "full")
+
+
+def test_what_axolotl_trains_is_what_is_not_frozen(tmp_path: Path) -> None:
+    (pattern,) = recipe_of(
+        tmp_path, AXOLOTL | {"unfrozen_parameters": ["^lm_head.weight$", "layers.4[4-9]+.mlp"]}
+    ).model.freeze
+    trained = [
+        name
+        for name in ("lm_head.weight", "x.lm_head.weight", "model.layers.45.mlp.up", "model.layers.3.mlp.up")
+        if not re.search(pattern, name)
+    ]
+    assert trained == ["lm_head.weight", "model.layers.45.mlp.up"]
+
+
+def test_adapter_variants(tmp_path: Path) -> None:
+    variants = {
+        "peft_use_dora": True,
+        "lora_modules_to_save": ["embed_tokens"],
+        "lora_rank_pattern": {"layers.0": 4},
+        "lora_r": 8,
+    }
+    lora = recipe_of(tmp_path, AXOLOTL | variants | {"adapter": "lora", "lora_target_linear": True}).model.lora
+    assert lora is not None
+    assert (lora.use_dora, lora.modules_to_save, lora.rank_pattern, lora.r) == (
+        True,
+        ("embed_tokens",),
+        {"layers.0": 4},
+        8,
+    )
+    pissa = recipe_of(tmp_path, LLAMA_FACTORY | {"pissa_init": True, "pissa_iter": 4}).model.lora
+    assert pissa is not None
+    assert pissa.init_lora_weights == "pissa_niter_4"
+    assert recipe_of(tmp_path, AXOLOTL | variants).model.lora is None
 
 
 def test_gpus_that_share_a_batch_count_once(tmp_path: Path) -> None:

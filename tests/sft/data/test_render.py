@@ -364,3 +364,21 @@ def test_tools_that_a_template_would_lose_are_refused(tokenizer_of: TokenizerOf)
 @pytest.mark.parametrize("name", ["chatml", "plain"])
 def test_a_shipped_template_is_taken(name: str, tokenizer_of: TokenizerOf) -> None:
     checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), (TEMPLATES / f"{name}.jinja").read_text())))
+
+
+def test_text_that_the_template_does_not_read_is_refused_and_a_flag_is_not(tokenizer_of: TokenizerOf) -> None:
+    renderer = ChatRenderer(tokenizer_of("demo", "model.chat_template=chatml"))
+    flags = {"enable_thinking": False, "custom_instructions": "", "xml_tools": []}
+    assert renderer.render(TALK, arguments=flags) == renderer.render(TALK)
+    with pytest.raises(ValueError, match=r"has custom_instructions, and the chat template does not read it"):
+        renderer.render(TALK, arguments=flags | {"custom_instructions": "Be brief."})
+    with pytest.raises(ValueError, match=r"has xml_tools"):
+        renderer.render(TALK, arguments=flags | {"xml_tools": ["{}"]})
+
+
+def test_smoltalk2s_system_messages_are_the_system_turn(tokenizer_of: TokenizerOf) -> None:
+    renderer = ChatRenderer(tokenizer_of("demo", "model.chat_template=recipes/smollm3.jinja"))
+    conversation = TALK[1:]
+    rendered = renderer.render(conversation, arguments={"custom_instructions": "Be brief."})
+    assert rendered.text == renderer.render(TALK).text
+    assert "Be brief." not in renderer.render(conversation).text

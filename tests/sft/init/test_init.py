@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -49,8 +50,8 @@ def csv(header: str, rows: Sequence[Sequence[str]], separator: str = ",") -> str
 def task() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The task that was written, and its documents."""
     config = yaml.safe_load(Path("recipe_eval/recipe_eval.yaml").read_text())
-    lines = Path(config["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
-    return config, list(map(json.loads, lines))
+    data = datasets.load_dataset(config["dataset_path"], **config["dataset_kwargs"], split="test")
+    return config, list(data)
 
 
 def chat(question: str, answer: str, *before: dict[str, str], roles: tuple[str, str] = ("user", "assistant")) -> Any:
@@ -73,6 +74,12 @@ def chat(question: str, answer: str, *before: dict[str, str], roles: tuple[str, 
         ("a.json", json.dumps([{"context": "A map.", "question": q, "answer": a} for q, a in QUESTIONS]),
          {"instruction": "question", "input": "context", "output": "answer"}),
         ("a.jsonl", jsonl([{"instruction": q, "input": "", "output": a} for q, a in QUESTIONS]), {}),
+        ("a.jsonl", jsonl([{"instruction": q, "context": "A map.", "response": a, "category": "x"} for q, a in QUESTIONS]),
+         {"input": "context"}),
+        ("a.jsonl", jsonl([{"id": q, "system_prompt": "Hi.", "question": q, "response": a} for q, a in QUESTIONS]),
+         {"prompt": "question", "completion": "response", "system": "system_prompt"}),
+        ("a.csv", csv("prompt_id,instruction_text,answer_text", [("x", *pair) for pair in QUESTIONS]),
+         {"prompt": "instruction_text", "completion": "answer_text"}),
         ("a.jsonl", jsonl([{"dialog": chat(q, a)["messages"]} for q, a in QUESTIONS]), {"messages": "dialog"}),
     ],
 )  # fmt: skip
@@ -101,6 +108,12 @@ def test_short_answers_are_compared_as_they_are(init: Init) -> None:
     config, documents = task()
     assert config["metric_list"][0]["metric"] == "exact_match"
     assert all((one["question"], one["answer"]) in QUESTIONS for one in documents)
+
+
+def test_dates_stay_texts(init: Init) -> None:
+    rows = [(f"When was meeting {number}?", f"2024-01-{number % 28 + 1:02}") for number in range(60)]
+    init("a.csv", csv("question,answer", rows))
+    assert all(dict(rows)[one["question"]] == one["answer"] for one in task()[1])
 
 
 def test_long_answers_are_chosen_among_those_of_other_rows(init: Init) -> None:
@@ -190,6 +203,33 @@ def test_a_tokenizer_without_template_and_padding_gets_both(init: Init, demo: De
     assert (recipe.model.chat_template, recipe.model.pad_token) == ("chatml", "<|endoftext|>")
 
 
+def test_a_template_that_shows_only_the_last_turns_reasoning_trains_the_last_turn(
+    init: Init, demo: Demo, tmp_path: Path
+) -> None:
+    model = shutil.copytree(demo.model, tmp_path / "model")
+    template = (model / "chat_template.jinja").read_text()
+    thinks = "{% generation %}{% if loop.last and message['reasoning_content'] %}{{ message['reasoning_content'] }}{% endif %}"
+    (model / "chat_template.jinja").write_text(template.replace("{% generation %}", thinks))
+    turns = [[*chat("Hi", "Hello")["messages"], *chat(*pair)["messages"]] for pair in QUESTIONS]
+    thought = [
+        [turn | ({"reasoning_content": "Hm."} if at % 2 else {}) for at, turn in enumerate(row)] for row in turns
+    ]
+    recipe = init("a.jsonl", jsonl([{"messages": row} for row in thought]), model=str(model))
+    assert (recipe.model.chat_template, recipe.data.loss_on) == (None, "last_assistant")
+
+
+def test_a_template_that_renders_no_row_is_not_replaced_in_silence(init: Init, demo: Demo, tmp_path: Path) -> None:
+    model = shutil.copytree(demo.model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+        + (model / "chat_template.jinja").read_text()
+    )
+    content = jsonl([chat(*pair, {"role": "system", "content": "Be brief."}) for pair in QUESTIONS])
+    with pytest.raises(UserError, match=r"row 1.*No system.*model\.chat_template=plain"):
+        init("a.jsonl", content, model=str(model))
+    assert init("a.jsonl", content, "model.chat_template=chatml", model=str(model)).model.chat_template == "chatml"
+
+
 def test_rows_that_are_too_long_are_cut_and_those_whose_answer_is_far_behind_split(init: Init) -> None:
     long = "a word " * 900
     rows = [{"prompt": f"{number}?", "completion": long} for number in range(30)]
@@ -217,6 +257,8 @@ def test_a_few_bad_rows_are_left_out_and_named(init: Init) -> None:
         ("a.csv", "prompt,prompt\na,b\n", ["more than one column prompt"]),
         ("a.csv", ",prompt,completion\n0,a,b\n", ["column 1", "no name"]),
         ("a.csv", "What is 2+2?,It is four.\nWhy?,Because.\n", ["reads like a row", "prompt,completion"]),
+        ("a.csv", "In which city does the tower of Eiffel stand,Paris it is of course\nAnd Big Ben,London\n", ["reads like a row"]),
+        ("a.jsonl", jsonl([{"text": "x", "label": 1}]), ["--columns text=text", "`label`", "numbers"]),
         ("a.csv", csv("a,b,c", [("x", "y", "z")]), ["Found: a, b, c", "--columns prompt=NAME"]),
         ("a.csv", "prompt,completion\nCaf\xe9,x\n".encode("latin-1"), ["not UTF-8"]),
         ("a.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00", ["a.jsonl"]),
@@ -265,5 +307,5 @@ def test_what_would_not_start_is_not_left_behind(init: Init, tmp_path: Path) -> 
 
 
 def test_the_data_is_the_argument(init: Init) -> None:
-    with pytest.raises(UserError, match=r"data\.train"):
+    with pytest.raises(UserError, match=r"data\.train: leave it out"):
         init("a.csv", csv("prompt,completion", QUESTIONS), "data.train=b.csv")

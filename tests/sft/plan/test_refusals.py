@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft.errors import PlanError
-from sft.hub.model_facts import Architecture, ModelFacts
+from sft.hub.model_facts import PER_LAYER, Architecture, ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.plan import Decision
@@ -54,6 +54,15 @@ def check(make_recipe: MakeRecipe, overrides: str, hardware: Hardware, **changes
     refuse(Case(**(case | changes), plan=plan))
 
 
+def rope(kind: str | None) -> dict[str, Any]:
+    return {"model": replace(LLAMA, rope_type=kind, max_position_embeddings=1024)}
+
+
+def architecture_of_its_own() -> dict[str, Any]:
+    return {"model": replace(LLAMA, rope_type="default", max_position_embeddings=1024, architecture=None)}
+
+
+YARN = "model.rope_scaling.rope_type=yarn model.rope_scaling.factor=4.0"
 Z2: dict[str, Any] = {"deepspeed": zero(2)}
 WINDOW = {"model": replace(LLAMA, sliding_window=16)}
 TENSOR = "train.tensor_parallel_size="
@@ -135,7 +144,14 @@ SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_siz
         ("model.lora.r=896", gpus(), {"model": replace(LLAMA, hidden_size=896)}, None),
         ("train.weight_decay=1000", gpus(), {"learning_rate": 1e-3}, "train.weight_decay=1000 x learning rate 0.001"),
         ("data.max_length=1024", cpu(), limit(1024), None),
-        ("data.max_length=1025", cpu(), limit(1024), "the model's 1024 positions. Set it to at most 1024"),
+        ("data.max_length=1025", cpu(), limit(1024), "the model's 1024 positions. Set it to at most 1024, or extend"),
+        (YARN + " data.max_length=4096", cpu(), rope("default"), None),
+        (YARN + " data.max_length=4097", cpu(), rope("default"), "the model's 4096 positions. Set it to at most 4096.$"),
+        (YARN, cpu(), rope(None), "have no rotary positions"),
+        (YARN, cpu(), rope(PER_LAYER), "other positions in each kind of layer"),
+        (YARN, cpu(), rope("llama3"), "1024 positions are already scaled .llama3.*original_max_position_embeddings"),
+        (YARN + " model.rope_scaling.original_max_position_embeddings=512", cpu(), rope("llama3"), None),
+        (YARN, cpu(), rope("default") | architecture_of_its_own(), "code of its own"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_value_and_remedy(

@@ -82,6 +82,10 @@ def test_a_finding_that_no_longer_exists_is_left_out_with_a_line(capsys: pytest.
         ("train.optim=adamw_torch_fused", "train.optim: adamw_torch_fused: it is `adamw` here"),
         ("train.optim=paged_adamw_32bit", "`paged_adamw_8bit`, or `adamw`"),
         ("train.optim=schedule_free_adamw", "it trains at other weights than it evaluates and saves"),
+        ("model.rope_scaling={rope_type: dynamic, factor: 2.0}", "rope_type: must be 'yarn', 'linear' or 'llama3'"),
+        ("model.rope_scaling={rope_type: llama3, factor: 2.0, low_freq_factor: 1.0}", "llama3 needs low_freq_factor and high_freq_factor"),
+        ("model.rope_scaling={rope_type: linear, factor: 2.0, beta_fast: 1.0}", "beta_fast is for rope_type=yarn, which is linear"),
+        ("model.rope_scaling={rope_type: yarn, factor: 1.0}", "must be greater than 1"),
         ("train.optim=sgd", "train.optim: must be 'adamw', 'adamw_8bit'"),
         ("train.optimizer=adamw", "here it is `optim`"),
         ("train.optim_args={momentum: 0.9}", "optim_args.momentum: unknown to optim=adamw, which takes none"),
@@ -253,3 +257,28 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     )
     command = [sys.executable, "-c", program]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("base_model: m\ndatasets: [{path: d}]\nmicro_batch_size: 1", "axolotl"),
+        ("model_name_or_path: m\nstage: sft\nfinetuning_type: lora", "LLaMA-Factory"),
+        ("model_name_or_path: m\ndataset_name: d", "trl"),
+        ("model_name_or_path: m\ndataset_mixture: {seed: 0}", "alignment-handbook"),
+        ("model: {_component_: a}\ndataset: {}\noptimizer: {}", "torchtune"),
+        ("per_device_train_batch_size: 8", "transformers"),
+    ],
+)
+def test_another_tools_config_gets_the_command_that_converts_it(text: str, tool: str) -> None:
+    with pytest.raises(RecipeError, match="unknown key") as refused:
+        parse_recipe(text, origin="my file.yml")
+    assert f"config of {tool}" in str(refused.value)
+    assert "sft convert 'my file.yml' --gpus N" in str(refused.value)
+    assert len(str(refused.value).splitlines()) <= 11
+
+
+def test_a_recipe_with_a_wrong_key_is_no_other_tools_config() -> None:
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe("schema_version: 1\nversion: 1\nmodel: {name_or_path: m}\ngradient_accumulation_steps: 2")
+    assert "sft convert" not in str(refused.value)

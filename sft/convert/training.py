@@ -1,26 +1,10 @@
-"""Converts what several tools have in common: the batch, schedules, optimizers, precision, engines, templates."""
+"""Converts what several tools say about the training: batch, schedule, optimizer, dtype, the best checkpoint, trackers."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
-from sft.convert.conversion import Conversion, ConversionError, as_number, refusal, shown, table
-from sft.recipe.load import find_file
-
-OWN_TEMPLATE = "the tokenizer's own chat template is used; if it has none, set model.chat_template"
-
-
-def is_true(value: Any) -> bool:
-    """Whether a flag is set; YAML may hold it as text."""
-    return value is True or str(value).lower() in ("true", "1", "yes", "auto")
-
-
-def as_whole(value: Any) -> int | None:
-    """A whole number above 0; None for -1 (no limit), fractions, and what is no number."""
-    number = as_number(value)
-    return int(number) if number is not None and number > 0 and number == int(number) else None
+from sft.convert.conversion import Conversion, ConversionError, as_number, as_whole, is_true, refusal, shown
 
 
 def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per_batch: int = 1) -> None:
@@ -49,6 +33,8 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
     shared = f" / {gpus_per_batch} that share a batch" if gpus_per_batch > 1 else ""
     gpus = f"{c.gpus} GPU{'s' * (c.gpus > 1)}{shared}"
     why = f"{size} per GPU x {steps} accumulated x {gpus}; accumulation follows from it on any number of GPUs"
+    if total % c.gpus:
+        why += f"; {c.gpus} GPUs cannot share {total}: use a number that divides it, or set train.remainder to fill"
     to = "train.global_batch_size"
     if c.has(per_gpu):
         c.change(per_gpu, to, total, why)
@@ -131,9 +117,14 @@ _OPTIMIZERS = {
 
 
 def optimizer(c: Conversion, key: str, theirs: str = "") -> None:
-    """Convert the optimizer's name, and Adam's arguments where it does not take them; `theirs` is a name that the key stands for."""
+    """Convert the optimizer's name, once the engine is known, and Adam's arguments where it does not take them.
+
+    `theirs` is a name that the key stands for.
+    """
     theirs = theirs or str(c.get(key, "adamw")).lower().removeprefix("optimizernames.")
     ours, differs = _OPTIMIZERS.get(theirs, (theirs, ""))
+    if ours.endswith("8bit") and ("train.deepspeed" in c.settings or "train.fsdp" in c.settings):
+        ours, differs = "adamw", "its 8-bit states cannot be sharded; fp32 ones are, and take more memory"
     to, reason = "train.optim", refusal("train.optim", ours)
     if c.has(key) and reason:
         c.drop(key, f"{reason}. It is adamw unless you set it")
@@ -175,93 +166,6 @@ def precision(c: Conversion, unset: str = "auto") -> None:
         c.drop("tf32", f"it is about fp32 matrices, and train.precision is {value}")
 
 
-def deepspeed(c: Conversion, key: str = "deepspeed") -> None:
-    """Convert a DeepSpeed file, by its path or its content, to the one of ds_configs/ with the same stage and offload."""
-    inside = [one for one in c.keys if one.startswith(f"{key}.") and c.has(one)]
-    path = c.get(key)
-    if isinstance(path, str) and c.has(key):
-        if find_file(path).is_file():
-            c.carry(key, "train.deepspeed", path)
-            return
-        match = re.search(r"z(?:ero)?[_-]?([0-3])", Path(path).name.lower())
-        offload = "offload" in path.lower()
-        _deepspeed_stage(c, key, int(match[1]) if match else None, offload, f"{path} is not here")
-    elif inside:
-        stage_key = f"{key}.zero_optimization.stage"
-        devices = [
-            str(c.get(f"{key}.zero_optimization.offload_{what}.device", "none")) for what in ("optimizer", "param")
-        ]
-        stage = c.get(stage_key)
-        if c.has(stage_key):
-            _deepspeed_stage(c, stage_key, stage, devices != ["none", "none"], "its own values are not read")
-        for one in inside:
-            if c.has(one):
-                c.drop(
-                    one,
-                    "a DeepSpeed file of your own may be named in train.deepspeed; ds_configs/README.md explains each key",
-                )
-
-
-def _deepspeed_stage(c: Conversion, key: str, stage: Any, offload: bool, why: str) -> None:
-    if stage not in (0, 1, 2, 3):
-        c.drop(
-            key, f"{why}, and its name shows no ZeRO stage: set train.deepspeed to a file of ds_configs/ or your own"
-        )
-    elif stage == 0:
-        c.drop(key, "ZeRO-0 is plain data parallelism, as without DeepSpeed")
-    else:
-        name = f"zero{stage}" + ("_offload" if offload and stage > 1 else "")
-        c.change(key, "train.deepspeed", name, f"{why}: ds_configs/{name}.json is the same stage")
-
-
-_STRATEGIES = {"full_shard": "full_shard", "shard_grad_op": "shard_grad_op", "hybrid_shard": "hybrid_shard"}
-_RESHARD = {"true": "full_shard", "false": "shard_grad_op"}
-_FSDP_TABLE = """
-fsdp_sharding_strategy -> train.fsdp.sharding_strategy
-fsdp_reshard_after_forward -> train.fsdp.sharding_strategy
-fsdp_offload_params -> train.fsdp.offload_params
-fsdp_state_dict_type -> train.fsdp.state_dict_type
-fsdp_min_num_params -> train.fsdp.min_num_params
-fsdp_activation_checkpointing -> train.gradient_checkpointing
-fsdp_version -- FSDP2 is the only one here
-fsdp_auto_wrap_policy -- each decoder layer is wrapped; train.fsdp.min_num_params wraps by size
-fsdp_transformer_layer_cls_to_wrap -- the decoder layers are found in the model
-fsdp_final_state_dict_type -- final/ is always a full model
-* -- FSDP2 needs no such setting
-"""
-_FSDP_ROWS = table(
-    _FSDP_TABLE,
-    {
-        "fsdp_sharding_strategy": _STRATEGIES,
-        "fsdp_reshard_after_forward": _RESHARD | _STRATEGIES,
-        "fsdp_state_dict_type": {"full_state_dict": "full", "sharded_state_dict": "sharded"},
-    },
-)
-FSDP = {f"fsdp_config.{name}": row for name, row in _FSDP_ROWS.items()}
-FSDP |= {f"fsdp_config.{name.removeprefix('fsdp_')}": row for name, row in _FSDP_ROWS.items()}
-
-
-def fsdp(c: Conversion) -> None:
-    """Turn on train.fsdp where the file has FSDP; its settings are in FSDP_ROWS."""
-    given = c.get("fsdp")
-    names = " ".join(map(str, given)) if isinstance(given, list) else str(given or "")
-    inside = [one for one in c.keys if one.startswith("fsdp_config.")]
-    if not inside and names.lower() in ("", "false", "none"):
-        return
-    if "no_shard" in names.lower() or str(c.get("fsdp_config.fsdp_sharding_strategy")).lower() == "no_shard":
-        return
-    if "train.deepspeed" in c.settings:
-        for key in filter(c.has, ("fsdp", *inside)):
-            c.drop(key, "the engine is DeepSpeed, which the file names too")
-        return
-    c.settings["train.fsdp"] = {}
-    if c.has("fsdp"):
-        strategy = next((ours for theirs, ours in _STRATEGIES.items() if theirs in names.lower()), "full_shard")
-        c.change("fsdp", "train.fsdp.sharding_strategy", strategy, "FSDP2, with each decoder layer wrapped")
-        if "offload" in names.lower():
-            c.settings["train.fsdp.offload_params"] = True
-
-
 def best(c: Conversion, patience: str) -> None:
     """Convert the best checkpoint and early stopping, once data.held_out is known."""
     keys = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", patience)
@@ -298,35 +202,6 @@ def best(c: Conversion, patience: str) -> None:
                 c.change(key, "train.save_steps", steps, said)
 
 
-def quantized(c: Conversion) -> None:
-    """Convert bitsandbytes' flags, once it is known whether adapters are trained."""
-    kind = str(c.get("bnb_4bit_quant_type", c.get("bnb_config_kwargs.bnb_4bit_quant_type", "nf4")))
-    four, eight = is_true(c.get("load_in_4bit")), is_true(c.get("load_in_8bit"))
-    if not four:
-        c.inapplicable.add("use_bnb_nested_quant")
-    for key in filter(
-        c.has, ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_config_kwargs.bnb_4bit_quant_type")
-    ):
-        if not is_true(c.get(key)) and key.startswith("load"):
-            c.keep(key, "not quantized")
-        elif "model.lora" not in c.settings:
-            c.drop(key, "no adapters are trained, and quantized weights alone cannot be")
-        elif key.startswith("load") or four:
-            c.carry(key, "model.quantization", "int8" if eight and key != "load_in_4bit" else kind)
-        else:
-            c.drop(key, "no effect without load_in_4bit")
-
-
-def remote_code(c: Conversion, revision: str) -> None:
-    """Convert trust_remote_code: here the model's own code runs only from a commit."""
-    key = "trust_remote_code"
-    if c.has(key) and is_true(c.get(key)) and not re.fullmatch(r"[0-9a-f]{40}", str(c.get(revision))):
-        c.drop(
-            key,
-            "models of transformers need none; where a model does, set model.revision to a commit, and model.trust_remote_code",
-        )
-
-
 def run_name(c: Conversion, key: str) -> None:
     """Convert a run's name, which names a folder here."""
     if not c.has(key):
@@ -355,13 +230,3 @@ def report_to(c: Conversion, key: str) -> None:
         c.change(key, "tracking.report_to", known, f"without {', '.join(one for one in names if one not in known)}")
     else:
         c.drop(key, f"no tracker here is named {shown(given)}; metrics.jsonl has the curves")
-
-
-def own_template(c: Conversion, key: str, text: str) -> None:
-    """Convert a chat template that stands in the file: it becomes a file beside the recipe."""
-    if "{" not in text:
-        c.carry(key, "model.chat_template", text)
-        return
-    name = f"{Path(c.file).stem}.jinja"
-    c.templates[name] = text
-    c.change(key, "model.chat_template", name, "a chat template is a file of its own; -o writes it beside the recipe")
