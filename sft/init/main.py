@@ -92,7 +92,7 @@ class Problems:
 
     def message(self, data: str) -> str:
         """All of it in one message."""
-        return "\n".join([f"No recipe for {data} yet:", *(f"  {line}" for line in self.lines)])
+        return "\n".join([f"No recipe for {data} yet:", *("  " + line.replace("\n", "\n  ") for line in self.lines)])
 
 
 def _name_of(data: str) -> str:

@@ -15,6 +15,7 @@ from sft.data.readers import BadRow, Row
 from sft.data.template_checks import end_of_turn
 from sft.data.tokenizer import find_chat_template, load_tokenizer, padding_choice
 from sft.errors import DataError, ModelError
+from sft.hub.names import model_path
 from sft.init.draft import Draft
 from sft.init.rows import Rows
 from sft.recipe.schema import Data
@@ -60,22 +61,16 @@ def settle_tokenizer(draft: Draft, rows: Rows) -> Any:
     Raises:
         ModelError: The tokenizer cannot be loaded, or none of the templates renders the rows; the message says why of each.
     """
-    tokenizer = _raw_tokenizer(draft)
-    needs_template = rows.format not in ("text", "tokens")
     failures: list[str] = []
-    for template, loss_on, reason in _candidates(tokenizer, needs_template or tokenizer.chat_template is not None):
+    for template, loss_on, reason in _candidates(_raw_tokenizer(draft), draft, rows):
         tried = copy(draft)
         tried.decisions = dict(draft.decisions)
         if template is not None:
             tried.put("model.chat_template", template, reason)
-        if loss_on is not None:
-            tried.put(
-                "data.loss_on",
-                loss_on,
-                f"the template changes earlier turns once others follow ({failures[-1] if failures else ''})",
-            )
-        if template is None and tokenizer.chat_template is None:
-            tried.put("eval.apply_chat_template", False, "the model has no chat template, and plain text needs none")
+        elif loss_on is not None:
+            tried.put("data.loss_on", loss_on, f"{reason} ({failures[-1]})")
+        elif reason:
+            tried.put("eval.apply_chat_template", False, reason)
         try:
             _put_special_tokens(tried, _raw_tokenizer(draft))
             settled = load_tokenizer(tried.recipe())
@@ -88,16 +83,14 @@ def settle_tokenizer(draft: Draft, rows: Rows) -> Any:
         failures.append(problem)
     reasons = "; ".join(dict.fromkeys(failures))
     raise ModelError(
-        f"no chat template here renders these rows with this tokenizer: {reasons}. Name a --model whose own template does, or give one: "
-        "model.chat_template=FILE.jinja."
+        f"The chat template does not render these rows: {reasons}. Name a --model whose template does, or give another: "
+        "model.chat_template=plain, or a .jinja file."
     )
 
 
 def _raw_tokenizer(draft: Draft) -> Any:
     """The tokenizer as it is, with a padding token and an end where it has none: what it lacks is settled later."""
     from transformers import AutoTokenizer
-
-    from sft.hub.names import model_path
 
     recipe = draft.recipe()
     model = recipe.model
@@ -110,20 +103,18 @@ def _raw_tokenizer(draft: Draft) -> Any:
         raise
 
 
-def _candidates(tokenizer: Any, wants_template: bool) -> Iterator[tuple[str | None, str | None, str]]:
-    """Chat templates to try, the best first: its name or None for the tokenizer's own, data.loss_on, and the reason."""
-    if not wants_template:
+def _candidates(tokenizer: Any, draft: Draft, rows: Rows) -> Iterator[tuple[str | None, str | None, str]]:
+    """What to try, the best first: a chat template or None for the tokenizer's own, data.loss_on, and the reason."""
+    if tokenizer.chat_template is not None or draft.has("model.chat_template"):
         yield None, None, ""
+        yield None, "last_assistant", "the chat template cannot train earlier turns"
         return
-    own = tokenizer.chat_template is not None
-    why = (
-        "the tokenizer's own chat template does not render these rows" if own else "the tokenizer has no chat template"
-    )
-    if own:
-        yield None, None, ""
-        yield None, "last_assistant", ""
+    why = "the tokenizer has no chat template"
+    if rows.format in ("text", "tokens"):
+        yield None, None, f"{why}, and plain text needs none"
+        return
     if all(token in tokenizer.get_vocab() for token in _CHATML):
-        yield "chatml", None, f"{why}; it has ChatML's tokens"
+        yield "chatml", None, f"{why}, and has ChatML's tokens"
     yield "plain", None, f"{why}; `plain` writes roles as words and ends each answer with the tokenizer's own EOS"
 
 
@@ -209,7 +200,8 @@ def tokenize(draft: Draft, tokenizer: Any, rows: Rows) -> Tokenized:
     try:
         check_findings(chunk.findings.as_json([name], [[]], [total]), data)
     except DataError as error:  # there is no recipe yet that shows the rows
-        raise DataError(str(error).replace("Look at them with --show and correct them.", "Correct them.")) from None
+        text = str(error).replace("Look at them with --show and correct them.", "Correct them.")
+        raise DataError(text.replace(", set data.allow", ", add to the command data.allow")) from None
     return Tokenized(chunk.documents["length"], _first_targets(chunk), chunk.documents["trained"], bad, why, dropped)
 
 

@@ -26,7 +26,7 @@ MISSING = {
 }
 """Files that need a person, and what they are told."""
 
-TRAINED = ("v1_sft_demo.jsonl", "raschka_instruction_data.json", "axolotl_conversation.missingturns.json")
+TRAINED = ("fms_multi_turn_chat.jsonl", "raschka_instruction_data.json", "axolotl_conversation.missingturns.json")
 FIVE = ["train.max_steps=5", "train.save_canary=false", "eval.tasks=[]", "eval.chat=false"]
 
 
@@ -85,7 +85,7 @@ def test_a_csv_is_trained_and_measured_with_a_task_of_its_own(
     rows = [f"Is {number} even?;{'yes' if number % 2 == 0 else 'no'}" for number in range(60)]
     (tmp_path / "numbers.csv").write_text("\n".join(["Question;Label", *rows]) + "\n")
     recipe = init(tmp_path / "numbers.csv")
-    ranks.run(1, ["sft.train", recipe, "train.max_steps=5"], finish=True)
+    ranks.run(1, ["sft.train", recipe, "train.max_steps=5", "eval.chat=false"], finish=True)
     run = latest(recipe)
     comparison: dict[str, Any] = json.loads(run.comparison_file.read_text())
     assert comparison["complete"]

@@ -218,6 +218,18 @@ def test_a_template_that_shows_only_the_last_turns_reasoning_trains_the_last_tur
     assert (recipe.model.chat_template, recipe.data.loss_on) == (None, "last_assistant")
 
 
+def test_a_template_that_renders_no_row_is_not_replaced_in_silence(init: Init, demo: Demo, tmp_path: Path) -> None:
+    model = shutil.copytree(demo.model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+        + (model / "chat_template.jinja").read_text()
+    )
+    content = jsonl([chat(*pair, {"role": "system", "content": "Be brief."}) for pair in QUESTIONS])
+    with pytest.raises(UserError, match=r"row 1.*No system.*model\.chat_template=plain"):
+        init("a.jsonl", content, model=str(model))
+    assert init("a.jsonl", content, "model.chat_template=chatml", model=str(model)).model.chat_template == "chatml"
+
+
 def test_rows_that_are_too_long_are_cut_and_those_whose_answer_is_far_behind_split(init: Init) -> None:
     long = "a word " * 900
     rows = [{"prompt": f"{number}?", "completion": long} for number in range(30)]
