@@ -293,7 +293,7 @@ def local_recipe(recipe: Path, folder: Path, rows: int) -> Path:
             )
             kept = {name: source[name] for name in source.keys() - {"name", "revision", "split", "rows"}}
             text["data"][key][number] = kept | {"path": str(file)}
-    del text["tracking"]
+    text.pop("tracking", None)
     text["eval"], text["output_dir"] = {"chat": False}, str(folder / "outputs")
     file = folder / recipe.name
     file.write_text(yaml.safe_dump(text))

@@ -26,6 +26,7 @@ special_tokens.eos_token -> model.eos_token
 special_tokens.additional_special_tokens tokens -> model.new_tokens
 special_tokens.* -- the tokenizer's own
 resize_token_embeddings_to_32x shrink_embeddings mean_resizing_embeddings -- the embeddings get as many rows as model.new_tokens need
+model_config.rope_scaling.* -- write it as model.rope_scaling
 model_config.* overrides_of_model_config.* -- config.json of the model says it; change it there
 attn_implementation -> model.attn_implementation
 flash_attention sdp_attention eager_attention -> model.attn_implementation

@@ -39,7 +39,7 @@ low_cpu_mem_usage use_v1_kernels use_kv_cache -- kernels and memory: the plan de
 dataset eval_dataset -> data.train -- {_NAMED}
 dataset_dir -- dataset_info.json is looked for there
 cutoff_len -> data.max_length -- LLaMA-Factory shortens prompt and answer; here the end of a longer document is cut
-max_samples -> data.train.rows -- from each source, drawn at random; a source with fewer rows is refused
+max_samples -> data.train.split -- train[:1000], the first rows of each source
 val_size -> data.held_out -- a fraction; a number of rows becomes 1%
 packing -> data.packing (false) -- documents of a pack never attend to each other here, as with neat_packing
 neat_packing -> data.packing -- documents of a pack never attend to each other here
@@ -178,7 +178,7 @@ def convert(c: Conversion) -> None:
         training.batch(c, "micro_batch_size", "gradient_accumulation_steps", 1)
     else:
         training.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
-    training.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
+    training.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", as_number(c.get("learning_rate", 5e-5)))
     training.warmup(c)
     if c.has("pure_bf16"):
         c.change("pure_bf16", "train.precision", "bf16", LLAMA_FACTORY["pure_bf16"].note)
@@ -246,8 +246,7 @@ def _adapters(c: Conversion, is_v1: bool) -> None:
             c.drop(name, f"no adapters: {key} is {kind}")
         return
     for name in filter(c.has, ("lora_target", "peft_config.target_modules")):
-        target = c.get(name)
-        layers = as_list(target)
+        layers = as_list(c.get(name))
         c.carry(name, "model.lora.target_modules", "all-linear" if layers == ["all"] else layers)
     if c.has("additional_target"):
         c.carry("additional_target", "model.lora.modules_to_save", as_list(c.get("additional_target")))
@@ -259,11 +258,11 @@ def _adapters(c: Conversion, is_v1: bool) -> None:
     if c.has("pissa_init"):
         rounds = as_number(c.get("pissa_iter", 16)) or 16
         method = "pissa" if rounds < 0 else f"pissa_niter_{int(rounds)}"
-        c.carry("pissa_init", "model.lora.init_lora_weights", method) if is_true(c.get("pissa_init")) else c.keep(
-            "pissa_init", "not set"
-        )
-        if c.has("pissa_iter"):
-            c.carry("pissa_iter", "model.lora.init_lora_weights", method)
+        for name in filter(c.has, ("pissa_init", "pissa_iter")):
+            if is_true(c.get("pissa_init")):
+                c.carry(name, "model.lora.init_lora_weights", method)
+            else:
+                c.keep(name, "pissa_init is not set")
 
 
 def _quantized(c: Conversion) -> None:
@@ -287,29 +286,26 @@ def _data(c: Conversion) -> None:
     for key, to in (("dataset", "data.train"), ("train_dataset", "data.train"), ("eval_dataset", "data.held_out")):
         if not c.has(key):
             continue
-        value = c.get(key)
-        names = as_list(value)
-        infos = {name: _info(c, name) for name in names}
-        found = [{"path": name} if infos[name] is None else infos[name] for name in names]
-        if rows and to == "data.train":
-            found = [{**(source or {}), "rows": rows} for source in found]
-        why = _NAMED if None in infos.values() else "as dataset_info.json describes it"
-        c.change(key, to, found, why)
+        infos = {name: _info(c, name) for name in as_list(c.get(key))}
+        found = [info or {"path": name} for name, info in infos.items()]
+        if rows:
+            found = [one | {"split": f"{one.get('split', 'train')}[:{rows}]"} for one in found]
+        c.change(key, to, found, _NAMED if None in infos.values() else "as dataset_info.json describes it")
     if "data.train" not in c.settings:
         c.settings["data.train"] = "DATA"
         c.comments["data.train"] = [sources.NO_DATASET]
-    if c.has("max_samples") and rows:
-        c.account(
-            c.changed,
-            "max_samples",
-            f"data.train.rows: {rows} (from each source, drawn at random; a source with fewer is refused)",
-        )
+    elif c.has("max_samples") and rows:
+        c.account(c.carried, "max_samples", f"data.train.split: [:{rows}], the first rows of each source")
     sources.held_out_size(c, "val_size")
     for key in filter(c.has, ("mix_strategy", "interleave_probs")):
         if c.get(key) == "concat":
             c.keep(key, "all rows of all sources")
         else:
             c.drop(key, "give each source of data.train a weight")
+
+
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+_COLUMNS |= {name: name for name in ("history", "messages", "system", "tools")}
 
 
 def _info(c: Conversion, name: str) -> dict[str, Any] | None:
@@ -321,24 +317,13 @@ def _info(c: Conversion, name: str) -> dict[str, Any] | None:
         return None
     if not isinstance(info, dict):
         return None
-    path = info.get("hf_hub_url") or (str(file.parent / info["file_name"]) if info.get("file_name") else None)
+    path = info.get("hf_hub_url") or (str(file.parent / str(info["file_name"])) if info.get("file_name") else None)
     if path is None:
         return None
-    source: dict[str, Any] = {"path": path}
-    source |= {ours: info[theirs] for theirs, ours in (("subset", "name"), ("split", "split")) if info.get(theirs)}
-    names = {
-        "prompt": "instruction",
-        "query": "input",
-        "response": "output",
-        "history": "history",
-        "messages": "messages",
-        "system": "system",
-        "tools": "tools",
-    }
-    columns = {names[theirs]: column for theirs, column in (info.get("columns") or {}).items() if theirs in names}
-    columns = {
-        ours: theirs
-        for ours, theirs in columns.items()
-        if ours != theirs and not (ours == "messages" and theirs == "conversations")
-    }
+    source: dict[str, Any] = {"path": str(path)}
+    source |= {ours: str(info[theirs]) for theirs, ours in (("subset", "name"), ("split", "split")) if info.get(theirs)}
+    named = info.get("columns")
+    given = named.items() if isinstance(named, dict) else ()
+    columns = {_COLUMNS[theirs]: str(column) for theirs, column in given if theirs in _COLUMNS}
+    columns = {ours: theirs for ours, theirs in columns.items() if theirs not in (ours, "conversations")}
     return source | ({"columns": columns} if columns else {})

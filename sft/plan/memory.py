@@ -132,8 +132,11 @@ class _Sizes:
         self.width = 2 if self.is_half else 4
         lora = recipe.model.lora
         self.adapters = lora is not None
-        # At most, an adapter for each matrix of a plain decoder: query, key, value, output have h + h each; gate, up, down h + f.
-        of_adapters = lora.r * self.layers * (8 * self.hidden + 3 * (self.hidden + self.wide)) if lora else 0.0
+        # At most, an adapter for each matrix of a plain decoder: query, key, value, output have h + h each; gate, up, down h + f. Fused
+        # experts have none, and are most of such a model.
+        fused = model.linear_parameters is not None and model.linear_parameters < model.body_parameters / 2
+        of_mlp = 0.0 if fused else 3 * (self.hidden + self.wide)
+        of_adapters = lora.r * self.layers * (8 * self.hidden + of_mlp) if lora else 0.0
         # Layers beside adapters that are trained whole are mostly the embeddings.
         whole = len(lora.modules_to_save) * self.embedding if lora else 0.0
         self.trained = of_adapters + whole if lora else self.parameters - model.frozen_parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,16 +79,19 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
         # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
         return Recipe.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise RecipeError(
-            "\n".join([f"{origin} is not a valid recipe:", *_explain(error), *_from_elsewhere(values, origin)])
-        ) from None
+        mistakes = _explain(error)
+        if hint := _from_elsewhere(values, origin):
+            more = [f"  and {len(mistakes) - 8} more"] if len(mistakes) > 8 else []
+            mistakes = [*mistakes[:8], *more, hint]
+        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *mistakes])) from None
 
 
-def _from_elsewhere(values: dict[str, Any], origin: str) -> list[str]:
+def _from_elsewhere(values: dict[str, Any], origin: str) -> str:
+    """How to convert the config of another tool; empty for anything else."""
     tool = other_tool(values)
     if tool in (None, "accelerate", "DeepSpeed"):
-        return []
-    return [f"It looks like a config of {tool}. To convert it: sft convert {origin} -o recipe.yaml"]
+        return ""
+    return f"It looks like a config of {tool}. To convert it: sft convert {shlex.quote(origin)} --gpus N -o recipe.yaml"
 
 
 def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:

@@ -57,6 +57,22 @@ def test_a_recipe_trains_a_shrunken_model_of_its_architecture(name: str, tmp_pat
     assert (run.final / "adapter").is_dir() == ("lora" in yaml.safe_load(RECIPES[name].read_text())["model"])
 
 
+def test_experts_are_balanced_unless_that_is_turned_off_and_final_does_not_return_their_routing(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    recipe = local_recipe(RECIPES["qwen3_30b_a3b_lora"], tmp_path, rows=200)
+    plain = ["train.deepspeed=null", "train.max_steps=2", "train.resume=never"]
+    first = []
+    for off in ("{router_aux_loss_coef: 0.0}", "{}"):
+        ranks.run(1, ["sft.train", recipe, *SMALLER, *plain, f"train.trainer_args={off}"])
+        run = latest(recipe)
+        first.append(losses(run)[0])
+        config = json.loads((run.final / "config.json").read_text())
+        assert (config["output_router_logits"], config["router_aux_loss_coef"]) == (False, 0.001)
+    # The coefficient, times 2 where two of four experts are chosen evenly, up to 4 where always the same.
+    assert 0.002 <= first[1] - first[0] < 0.004
+
+
 def _check_stop(run: Run) -> None:
     """The token that ends a turn stops generation and does not pad."""
     from transformers import AutoTokenizer

@@ -247,7 +247,13 @@ def test_what_axolotl_trains_is_what_is_not_frozen(tmp_path: Path) -> None:
     ).model.freeze
     trained = [
         name
-        for name in ("lm_head.weight", "x.lm_head.weight", "model.layers.45.mlp.up", "model.layers.3.mlp.up")
+        for name in (
+            "lm_head.weight",
+            "x.lm_head.weight",
+            "lm_head_weight",
+            "model.layers.45.mlp.up",
+            "model.layers.3.mlp.up",
+        )
         if not re.search(pattern, name)
     ]
     assert trained == ["lm_head.weight", "model.layers.45.mlp.up"]
@@ -297,10 +303,10 @@ def test_names_of_dataset_info_are_looked_up_where_it_is_here(tmp_path: Path, mo
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     sources = recipe_of(tmp_path, LLAMA_FACTORY | {"dataset": "d, e", "max_samples": 9}).sources
-    assert (sources[0].path, sources[0].columns, sources[0].rows) == (
+    assert (sources[0].path, sources[0].columns, sources[0].split) == (
         "data/d.json",
         {"instruction": "question", "output": "answer"},
-        9,
+        "train[:9]",
     )
     assert (sources[1].path, sources[1].name) == ("me/e", "s")
 

@@ -257,3 +257,28 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     )
     command = [sys.executable, "-c", program]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("base_model: m\ndatasets: [{path: d}]\nmicro_batch_size: 1", "axolotl"),
+        ("model_name_or_path: m\nstage: sft\nfinetuning_type: lora", "LLaMA-Factory"),
+        ("model_name_or_path: m\ndataset_name: d", "trl"),
+        ("model_name_or_path: m\ndataset_mixture: {seed: 0}", "alignment-handbook"),
+        ("model: {_component_: a}\ndataset: {}\noptimizer: {}", "torchtune"),
+        ("per_device_train_batch_size: 8", "transformers"),
+    ],
+)
+def test_another_tools_config_gets_the_command_that_converts_it(text: str, tool: str) -> None:
+    with pytest.raises(RecipeError, match="unknown key") as refused:
+        parse_recipe(text, origin="my file.yml")
+    assert f"config of {tool}" in str(refused.value)
+    assert "sft convert 'my file.yml' --gpus N" in str(refused.value)
+    assert len(str(refused.value).splitlines()) <= 11
+
+
+def test_a_recipe_with_a_wrong_key_is_no_other_tools_config() -> None:
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe("schema_version: 1\nversion: 1\nmodel: {name_or_path: m}\ngradient_accumulation_steps: 2")
+    assert "sft convert" not in str(refused.value)
