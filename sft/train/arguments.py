@@ -196,9 +196,10 @@ def _wrong_types(extra: dict[str, Any]) -> list[str]:
 
 def _refused_by_loader(extra: dict[str, Any]) -> list[str]:
     """What torch's DataLoader would refuse once the weights are loaded."""
+    rows: Any = [0]
     names = {name: name.removeprefix("dataloader_") for name in extra if name.startswith("dataloader_")}
     try:
-        torch.utils.data.DataLoader([0], **{short: extra[name] for name, short in names.items()})
+        torch.utils.data.DataLoader(rows, **{short: extra[name] for name, short in names.items()})
     except (TypeError, ValueError) as error:
         return [f"{', '.join(names)}: torch's DataLoader refuses it: {error}"]
     return []
