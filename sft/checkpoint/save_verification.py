@@ -129,6 +129,8 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         # The coarser of the dtypes that the live and the saved model compute in.
         dtypes = [arithmetic(self.trainer), self._dtype() or torch.float64]
         limit = LOGITS[max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)]
+        if recipe.model.quantization == "int8" and self.job.hardware.gpu is not None:
+            limit = LOGITS[torch.bfloat16]  # there its layers round what goes in to 8 bits too
         trusts_code = recipe.model.trust_remote_code
         return distributed.from_rank_0(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
 

@@ -15,8 +15,9 @@ from sft.data.mixture import wanted_rows
 from sft.data.packing import pack
 from sft.data.readers import Row, count_rows
 from sft.data.sources import all_sources, first_good_rows, source_files, split_and_slice, under_key
-from sft.errors import ModelError
+from sft.errors import DataError, ModelError
 from sft.hub.names import is_on_hub
+from sft.recipe.local_code import RowFunction, row_function
 from sft.recipe.schema import Recipe, Source
 
 _SAMPLE = 200
@@ -52,7 +53,7 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     for key, source in all_sources(recipe):
         with under_key(key):
             files = source_files(source, recipe.output_dir)
-            samples += [_sample(files, source)] if files is not None else []
+            samples += [_sample(files, source, row_function(recipe, key, source))] if files is not None else []
     if any(is_on_hub(source) for source in recipe.sources):
         return None
     count = _token_counter(Path(model_folder) / "tokenizer.json")
@@ -74,9 +75,9 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     return DataFacts(int(documents), int(tokens), min(int(targets), int(tokens)), ceil(sequences))
 
 
-def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
+def _sample(files: list[Path], source: Source, function: RowFunction | None) -> tuple[list[Row], str, int]:
     """The first rows of a source, their format, and about how many rows it has."""
-    rows = first_good_rows(files, _SAMPLE)
+    read = rows = first_good_rows(files, _SAMPLE)
     counts = [count_rows(file) for file in files]
     if None not in counts:
         count = sum(number or 0 for number in counts)
@@ -88,7 +89,24 @@ def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
         # Text shrinks to about a quarter under gzip or zstd.
         size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
         count = round(size / row_bytes)
+    if function is not None:
+        rows = _converted(rows, function, files[0])
+        count = max(1, round(count * len(rows) / len(read)))
     return rows, row_format(rows, source), len(range(count)[split_and_slice(source)[1]])
+
+
+def _converted(rows: list[Row], function: RowFunction, file: Path) -> list[Row]:
+    """The rows that a function makes of them. Raises DataError where that is none."""
+    made: list[Row] = []
+    wrong = "it leaves out each of them"
+    for row in rows:
+        try:
+            made += function(row)
+        except ValueError as error:
+            wrong = str(error)  # else reported with its number when the data is prepared
+    if not made:
+        raise DataError(f"{file}: data.function makes no row of the first {len(rows)}: {wrong}.")
+    return made
 
 
 def _token_counter(tokenizer_file: Path) -> Callable[[str], int]:

@@ -25,7 +25,7 @@ _TOO_LONG_WORDS = {
 }
 """By data.overlong: what the rows that it drops have in common, and what to set instead."""
 
-_MEANT = ("duplicate", "held_out", "not_drawn", "zero_weight")
+_MEANT = ("duplicate", "held_out", "not_drawn", "zero_weight", "function")
 """Reasons for dropping a row that are not faults."""
 
 

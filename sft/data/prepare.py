@@ -28,7 +28,6 @@ from sft.data.ledger import make_ledger
 from sft.data.mixture import Mixture, mix
 from sft.data.packing import pack
 from sft.data.prepared import Prepared, entry_folder, find_prepared
-from sft.data.readers import BadRow
 from sft.data.sources import all_sources, open_source, place, under_key
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
@@ -37,6 +36,7 @@ from sft.errors import DataError, ModelError, RunError
 from sft.files import checksum
 from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import pinned
+from sft.recipe.local_code import row_function
 from sft.recipe.schema import Recipe, Source
 
 _KEPT_SECONDS = 90 * 24 * 3600
@@ -126,7 +126,12 @@ class _Preparation:
 
     def __init__(self, recipe: Recipe, tokenizer: Any, folder: Path, workers: int) -> None:
         self.recipe, self.folder, self.workers = recipe, folder, workers
-        self.maker = DocumentMaker(recipe.data, tokenizer)
+        functions = {
+            number: function
+            for number, (key, source) in enumerate(all_sources(recipe))
+            if (function := row_function(recipe, key, source)) is not None
+        }
+        self.maker = DocumentMaker(recipe.data, tokenizer, functions)
         self.findings = Findings()
         # Of each source:
         self.names: list[str] = []
@@ -173,9 +178,8 @@ class _Preparation:
         """Turn the rows of one source into documents."""
         opened = open_source(source, self.recipe.output_dir)
         head = list(islice(opened.rows, _FIRST_ROWS))
-        good = [row for _, row in head if not isinstance(row, BadRow)]
+        good, bad = self.maker.first_rows(number, head)
         if not good:
-            bad = [row.reason for _, row in head if isinstance(row, BadRow)]
             reason = f": none of its first {len(bad)} rows can be read ({bad[0]})" if bad else ""
             raise DataError(f"{source.path} holds no rows in split={source.split}{reason}.")
         format = row_format(good, source)

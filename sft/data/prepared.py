@@ -24,6 +24,7 @@ from sft.data.tokenizer import find_chat_template
 from sft.files import checksum
 from sft.hub.model_facts import ModelFacts
 from sft.hub.names import hub_commit
+from sft.recipe.local_code import code_hashes
 from sft.recipe.schema import Recipe, Source
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
@@ -117,6 +118,7 @@ def _key(recipe: Recipe, model: ModelFacts, hash_of: Callable[[Path], str]) -> s
         "tokens": recipe.model.model_dump(
             mode="json", include={"pad_token", "eos_token", "new_tokens", "trust_remote_code"}
         ),
+        "functions": code_hashes(recipe, "data"),
         "packages": {name: version(name) for name in _PACKAGES},
         "code": {str(file.relative_to(package)): _hash_of(file) for file in code},
     }

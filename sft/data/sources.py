@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.data.readers import BadRow, Row, read_rows, suffix_of, without_nulls
+from sft.data.store import ROWS
 from sft.errors import DataError
 from sft.hub.demo import make_demo
 from sft.hub.names import BUILTIN, SUFFIXES, hub_answers, hub_commit, is_on_hub, is_pattern
@@ -192,6 +193,7 @@ def place(path: str, file_starts: list[tuple[int, str]], row: int) -> str:
     >>> place("data", [(0, "a.jsonl"), (10, "b.jsonl")], 12)
     'b.jsonl, row 2'
     """
+    row %= ROWS
     # Of an empty file and the one after it, the later.
     before, name = next(((start, name) for start, name in reversed(file_starts) if start < row), (0, path))
     return f"{name}, row {row - before}"

@@ -19,6 +19,9 @@ from typing import Any
 
 import numpy as np
 
+ROWS = 2**40
+"""More rows than a source has: the second row that data.function makes of row 7 has the number ROWS + 7."""
+
 DOCUMENT = np.dtype(
     [
         ("length", "<i4"),

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from sft.data.documents import Chunk, DocumentMaker, RowError
-from sft.data.findings import check_findings
+from sft.data.findings import check_findings, find_in_all
+from sft.data.formats import renamed, to_example
+from sft.data.mixture import mix
 from sft.data.readers import BadRow, Row
 from sft.data.template_checks import end_of_turn
 from sft.data.tokenizer import find_chat_template, load_tokenizer, padding_choice
@@ -59,8 +61,10 @@ def settle_tokenizer(draft: Draft, rows: Rows) -> Any:
         The tokenizer.
 
     Raises:
+        DataError: Too many rows cannot be used, whatever the template.
         ModelError: The tokenizer cannot be loaded, or none of the templates renders the rows; the message says why of each.
     """
+    _check_rows(rows, draft.recipe().data)
     failures: list[str] = []
     for template, loss_on, reason in _candidates(_raw_tokenizer(draft), draft, rows):
         tried = copy(draft)
@@ -164,6 +168,20 @@ def _problem(tokenizer: Any, rows: Rows, data: Data) -> str | None:
     return _first_bad(tokenizer, rows, tried, data) if bad > data.max_dropped_fraction * len(tried) else None
 
 
+def _check_rows(rows: Rows, data: Data) -> None:
+    """Refuse rows that no chat template could help, such as rows with images."""
+    first, bad, tried = "", 0, rows.good[:_TRIED]
+    for number, row in enumerate(tried, start=1):
+        try:
+            to_example(renamed(row, rows.source), rows.format, data, rows.source)
+        except (ValueError, TypeError, AttributeError) as error:
+            first, bad = first or f"row {number}: {error}", bad + 1
+    if bad > data.max_dropped_fraction * len(tried):
+        raise DataError(
+            f"{rows.source.path}: {bad} of its first {len(tried)} rows cannot be used (the first: {first})."
+        )
+
+
 def _first_bad(tokenizer: Any, rows: Rows, numbered: Sequence[tuple[int, Row | BadRow]], data: Data) -> str:
     maker = DocumentMaker(_without_limits(data, on_bad_row="error"), tokenizer)
     try:
@@ -197,6 +215,9 @@ def tokenize(draft: Draft, tokenizer: Any, rows: Rows) -> Tokenized:
             f"{name}: too many of its {total} rows cannot be trained: {reasons}{f' (the first: {why})' if why else ''}. Correct them, or "
             "give data.max_dropped_fraction=1 to leave them out."
         )
+    find_in_all(
+        chunk.documents, mix(chunk.documents, [rows.source], data.model_copy(update={"held_out": None})), chunk.findings
+    )
     try:
         check_findings(chunk.findings.as_json([name], [[]], [total]), data)
     except DataError as error:  # there is no recipe yet that shows the rows

@@ -24,6 +24,7 @@ from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.plan.resolve import resolve_plan
 from sft.recipe.load import find_file, load_recipe
+from sft.recipe.local_code import check_code
 from sft.recipe.schema import Recipe
 from sft.run.directory import check_names
 from sft.train.tracking import check_trackers
@@ -94,6 +95,7 @@ def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe
     path = find_file(str(recipe_path))
     recipe = load_recipe(path, overrides)
     check_names(path, recipe.tracking.run_name)
+    check_code(recipe)
     _check_output_dir(recipe.output_dir)
     if recipe.model.chat_template is not None:
         find_chat_template(recipe.model.chat_template)

@@ -116,7 +116,11 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
 
 
 def check_trainer_arguments(job: Job) -> None:
-    """Refuse the train.trainer_args, adapters and frozen parameters that a start refuses (UserError); imports no trainer without them."""
+    """Refuse trainer_args, callbacks, adapters and frozen parameters as a start does (UserError); imports no trainer without them."""
+    if job.recipe.train.callbacks:
+        from sft.train.hooks import own_callbacks
+
+        own_callbacks(job.recipe)
     model = job.recipe.model
     if job.model.model_type is not None and (model.lora is not None or model.freeze):
         from sft.model.load import check_trained

@@ -28,6 +28,7 @@ from sft.launch.tuning_result import find_result
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job, keep_decisions
 from sft.recipe.changes import Change, check_allowed_changes, differences, not_allowed, recipe_differences
+from sft.recipe.local_code import code_hashes, copy_code
 from sft.recipe.schema import Recipe
 from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run, check_beside_latest
 from sft.run.record import InterruptibleRun, installed_versions, record_start
@@ -239,6 +240,7 @@ def claim_directory(job: Job) -> Run:
     run = _make(runs_folder(job), job.recipe.tracking.run_name)
     claim(run)
     run.recipe_file.write_bytes(job.recipe_path.read_bytes())
+    copy_code(job.recipe, run.path)
     temporary = run.path.with_name(f".{LATEST}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(run.path.name)
@@ -325,8 +327,10 @@ def _open(job: Job) -> OpenedRun:
             notes.append("This run was not finished and has no checkpoint: it starts again.")
         versions = installed_versions()
         updated = differences(run.record.get("versions", versions), versions, "versions")
+        updated += differences(run.record.get("code", {}), code_hashes(job.recipe), "code")
         notes += [f"changed since the last session: {change}" for change in [*changes, *updated]]
         keep_recipe(run, job)
+        copy_code(job.recipe, run.path)
     notes.append(resume_plan.words if resume_plan else None)
     forget_failure(run.path)
     checkpoint = choice.checkpoint.name if choice.checkpoint else None

@@ -151,10 +151,12 @@ def check_with_frameworks(job: Job) -> None:
     from sft.model.load import check_base, check_kernels
     from sft.model.new_tokens import check_new_tokens
     from sft.train.arguments import check_trainer_args
+    from sft.train.hooks import own_callbacks
 
     check_kernels(job)
     check_base(job)
     check_trainer_args(job)
+    own_callbacks(job.recipe)
     check_new_tokens(job)
     check_compiler(job)
 

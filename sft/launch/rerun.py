@@ -6,6 +6,7 @@ directory, and a list of what differs.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ import yaml
 from sft.errors import RunError
 from sft.plan.job import Job
 from sft.recipe.changes import Change, differences, recipe_differences
+from sft.recipe.local_code import references
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import git_state, installed_versions
 from sft.run.trust import check_consents
@@ -48,12 +50,17 @@ def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[
     """
     run = find_run(folder)
     record, recipe = run.record, run.recipe()
-    consents = {
+    flags = {
         "model.trust_remote_code": recipe.model.trust_remote_code,
         "eval.confirm_run_unsafe_code": recipe.eval.confirm_run_unsafe_code,
         "eval.confirm_run_task_code": recipe.eval.confirm_run_task_code,
     }
-    check_consents(run.path, [key for key, given in consents.items() if given], overrides)
+    consents = {key: "true" for key, given in flags.items() if given}
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    for key in dict(references(recipe)):
+        section, name = key.split(".")
+        consents[key] = json.dumps(values[section][name]).strip('"')
+    check_consents(run.path, consents, overrides)
     place = Path(record.get("working_directory") or Path.cwd())
     if not place.is_dir():
         raise RunError(

@@ -147,9 +147,6 @@ def quiet_frameworks() -> None:
     datasets.disable_progress_bars()
     for name in ("accelerate", "trl", "peft", "torch.distributed", "DeepSpeed", "deepspeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # On a CPU bitsandbytes warns about a kernel that is not used here, and at each call of an int8 layer about its dtype.
-    for name in ("backends.cpu.ops", "autograd._functions"):
-        logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
 
 
 def check_devices(hardware: Hardware) -> None:

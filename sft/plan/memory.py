@@ -213,6 +213,9 @@ class _Sizes:
         one_layer = tokens * (12 * self.hidden + 6 * self.wide) * width
         tile = min(tokens, _TILE_TOKENS) * min(self.vocabulary, _TILE_WORDS) * width
         head = tile + (tokens + (0 if self.adapters else self.vocabulary)) * self.hidden * (4 + width)
+        if train.label_smoothing_factor:
+            # All logits at most: as they are, and three times in fp32 (copy, log_softmax, gradient).
+            head += tokens * self.vocabulary * (width + 12)
         return kept + max(one_layer, head)
 
     def step(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sft.recipe.section import FREE, Fraction, Section
 
@@ -25,6 +25,16 @@ FindingOfAllRows = Literal[
     "placeholder", "rendered", "echo", "dialogue", "missing_value", "same_answer", "duplicate", "held_out_duplicate",
 ]
 # fmt: on
+
+
+def _reference(value: str) -> str:
+    if not re.fullmatch(r"[^:]+\.py:[A-Za-z_]\w*", value):
+        raise ValueError(f"must be file.py:name, got {value}")
+    return value
+
+
+Function = Annotated[str, AfterValidator(_reference)]
+"""`file.py:name`, the file relative to the recipe's folder."""
 
 
 class Source(Section):
@@ -52,6 +62,9 @@ class Source(Section):
     columns: dict[Column, str] = Field(default_factory=dict)
     """Renamed columns, ours to theirs, such as {instruction: question, output: answer}."""
 
+    function: Function | None = None
+    """Python that converts the rows of this source, as `file.py:name`. None: that of `data.function`."""
+
     chat: bool = True
     """Apply the chat template to prompt and completion given as text. False: keep them as they are, ended by the EOS token."""
 
@@ -78,6 +91,10 @@ class Data(Section):
         | None
     ) = None
     """The eval split, never trained on: a fraction of `train`, or other sources."""
+
+    function: Function | None = None
+    """Python that converts each row before its format is recognized, as `file.py:name` relative to the recipe's folder. It takes a dict and
+    returns a dict, a list of dicts, or None to leave the row out; docs/data.md."""
 
     max_length: int = Field(default=2048, gt=1)
     """Tokens of the longest document."""

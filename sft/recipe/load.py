@@ -40,7 +40,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is a folder, not a recipe file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}.") from None
-    return parse_recipe(text, overrides, origin=str(path))
+    return parse_recipe(text, overrides, origin=str(path)).placed(path.parent)
 
 
 def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe") -> Recipe:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from sft.recipe.data import Column, Data, Finding, Source
 from sft.recipe.eval import Evaluation
@@ -181,6 +181,24 @@ class Recipe(Section):
 
     debug: Annotated[bool, UNRELATED] = False
     """Log and compare more on every rank, to find a hang or a rank that differs. Slower."""
+
+    _folder: Path = PrivateAttr(default=Path())
+
+    @property
+    def folder(self) -> Path:
+        """Where the recipe's file is, and paths of its Python begin."""
+        return self._folder
+
+    def placed(self, folder: Path) -> Recipe:
+        """This recipe, as a file in a folder."""
+        self._folder = folder
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # wherever their files are
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     @model_validator(mode="after")
     def _eval_during_training_needs_full_layers(self) -> Recipe:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from sft.recipe.data import Function
 from sft.recipe.optimization import Optimization
 from sft.recipe.section import FREE, UNRELATED, Positive, Section, fixed, named
 
@@ -15,6 +16,7 @@ _UNKNOWN = fixed("for a trainer argument it is unknown whether a change would ta
 _SCHEDULE = named("the new schedule applies from the step that was reached")
 _PEAK = named("the schedule has the new peak from here on")
 _NORM = named("gradients are clipped to the new norm from here on")
+_CALLBACKS = named("the callbacks run from here on, and others no longer do")
 _BEST = named("the measurements so far are judged by the new value")
 _NOISE = named("the new noise is added from here on")
 _SMOOTHING = named("labels are smoothed by the new factor from here on")
@@ -44,6 +46,16 @@ class Fsdp(Section):
 
     state_dict_type: Literal["full", "sharded"] = "sharded"
     """Checkpoint format: one file with everything, or one shard per rank. final/ is always a full model."""
+
+
+class Callback(Section):
+    """One of transformers' callbacks, from a file of your own."""
+
+    path: Function
+    """`file.py:Class`, the file relative to the recipe's folder."""
+
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
 
 
 class Train(Optimization):
@@ -192,6 +204,9 @@ class Train(Optimization):
         if isinstance(value, str):
             parse_duration(value)
         return value
+
+    callbacks: Annotated[tuple[Function | Callback, ...], _CALLBACKS] = ()
+    """transformers' TrainerCallbacks of your own, as `file.py:Class`, or with `arguments`; they run on each rank. docs/trackers.md"""
 
     @model_validator(mode="after")
     def _one_batch(self) -> Train:

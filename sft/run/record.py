@@ -22,6 +22,7 @@ from sft.files import remove
 from sft.hub.pins import hub_revisions
 from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
+from sft.recipe.local_code import code_hashes
 from sft.recipe.schema import REPOSITORY
 from sft.recipe.train import EVAL_LOSS
 from sft.run.directory import INCOMPLETE, Run, read_lines
@@ -77,7 +78,7 @@ def record_start(
     earlier = run.record_if_any
     # These are the session's, and the run's where they are not the session's own.
     common = {"ranks": job.hardware.ranks, "versions": installed_versions(), "git": git_state()}
-    common["overrides"] = list(job.overrides)
+    common["overrides"], common["code"] = list(job.overrides), code_hashes(job.recipe)
     session = common | {
         "started": _now(),
         "ended": None,

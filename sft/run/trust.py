@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from sft.errors import RunError
@@ -39,14 +40,17 @@ def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: st
         )
 
 
-def check_consents(run: Path, consents: Iterable[str], overrides: Iterable[str]) -> None:
-    """Refuse to start a run from its folder if only the folder allows code to run (RunError)."""
+def check_consents(run: Path, consents: Mapping[str, str], overrides: Iterable[str]) -> None:
+    """Refuse to start a run from its folder if only the folder allows code to run (RunError).
+
+    `consents`: each key of its recipe that does, and the value that a command repeats.
+    """
     given = {word.partition("=")[0] for word in overrides}
     missing = [key for key in consents if key not in given]
     if missing and not is_own(run):
         raise RunError(
             f"{run}: its recipe allows code to run ({', '.join(missing)}). A run's folder may come from somebody else: read what would "
-            f"run, and add {' '.join(f'{key}=true' for key in missing)} to this command."
+            f"run, and add {join([f'{key}={consents[key]}' for key in missing])} to this command."
         )
 
 

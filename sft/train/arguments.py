@@ -161,6 +161,8 @@ _DECIDED_BY = {
     "scripts/export.sh, which uploads the finished model": (
         "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy push_to_hub"
     ),
+    "train.lr_scheduler_type and the keys of its schedule": "lr_scheduler_kwargs lr_scheduler_type",
+    "train.optim and train.optim_args": "optim optim_args optim_target_modules",
     "train.label_smoothing_factor": "label_smoothing_factor",
     "train.neftune_noise_alpha": "neftune_noise_alpha",
     "the engine: train.deepspeed or train.fsdp": "fsdp fsdp_config",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from sft.data.store import ROWS
 from sft.errors import NonfiniteError
 from sft.files import write_json
 from sft.parallel import process_group as distributed
@@ -117,7 +118,7 @@ class Faults:
             rows.append(
                 {
                     "source": self.sources[source] if source < len(self.sources) else source,
-                    "row": int(record["row"]),
+                    "row": int(record["row"]) % ROWS,
                     "tokens": len(ids),
                     "trained_tokens": int(loss_mask.sum()),
                     "begins": self.tokenizer.decode(ids[:_TOKENS_SHOWN].tolist()),

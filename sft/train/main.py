@@ -21,6 +21,7 @@ from sft.train.batches import training_sequences
 from sft.train.best import BestCheckpoint
 from sft.train.eval_loss import eval_loss_of
 from sft.train.faults import Faults
+from sft.train.hooks import own_callbacks
 from sft.train.metrics import Metrics
 from sft.train.profiling import Profile
 from sft.train.runtime_check import RuntimeCheck
@@ -75,6 +76,11 @@ def train(
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
     step = trainer.state.global_step
     leave_where_stopped(job, stopping, step)
+    if recipe.train.callbacks and step < trainer.state.max_steps and distributed.is_rank_0():
+        ended = (
+            f"The training ended after step {step} of {trainer.state.max_steps}, before its last: a callback ended it."
+        )
+        run.warn("callbacks", None if best else ended)
     seconds = time.monotonic() - started
     with distributed.reporting_lost_ranks(recipe, "final/ was written", run):
         if best is not None:
@@ -103,6 +109,7 @@ def callbacks(
         watchdog,
         RuntimeCheck(trainer, job, run),
         *filter(None, (*measured.values(), best, verification)),
+        *own_callbacks(job.recipe),
         Metrics(trainer, run, job.hardware, measured),  # after what measures for its lines
         *([FlushTrackers(job.recipe.tracking)] if job.recipe.tracking.report_to else []),
         *([Profile(run.path / "profile", job.hardware.gpu is not None)] if job.recipe.train.profile else []),

@@ -207,7 +207,8 @@ class EngineRuns:
         """What a run's ranks have printed."""
         return (self.folder / f"{run.path.name}.txt").read_text()
 
-    def killed_after_step(self, step: int, run: Run, name: str) -> Run:
+    @staticmethod
+    def killed_after_step(step: int, run: Run, name: str) -> Run:
         """A copy of a run as a kill leaves it some steps after the checkpoint of a step, the last line cut off."""
         copy = Run(run.path.parent / plain(name))
         shutil.copytree(run.path, copy.path, ignore=shutil.ignore_patterns("final", "report.*", "loss.png", "observed"))

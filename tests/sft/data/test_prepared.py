@@ -23,6 +23,7 @@ LIMITS = {
     "min_trained_fraction": "0.01",
 }
 CHANGES = {
+    "function": f"{REPOSITORY}/sft/errors.py:UserError",
     "held_out": "0.1",
     "max_length": "64",
     "packing": "false",

@@ -232,10 +232,10 @@ def test_a_template_that_renders_no_row_is_not_replaced_in_silence(init: Init, d
 
 def test_rows_that_are_too_long_are_cut_and_those_whose_answer_is_far_behind_split(init: Init) -> None:
     long = "a word " * 900
-    rows = [{"prompt": f"{number}?", "completion": long} for number in range(30)]
+    rows = [{"prompt": f"{number}?", "completion": f"{long}{number}"} for number in range(30)]
     recipe = init("a.jsonl", jsonl(rows))
     assert (recipe.data.max_length, recipe.data.overlong) == (1024, "truncate")
-    rows = [{"prompt": f"{number}? {long}", "completion": "Yes."} for number in range(30)]
+    rows = [{"prompt": f"{number}? {long}", "completion": f"Yes {number}."} for number in range(30)]
     assert init("b.jsonl", jsonl(rows), output=Path("b.yaml")).data.overlong == "split"
 
 
@@ -267,6 +267,9 @@ def test_a_few_bad_rows_are_left_out_and_named(init: Init) -> None:
         ("a.jsonl", jsonl([{"chosen": "x", "rejected": "y"}]), ["preference data"]),
         ("a.jsonl", jsonl([chat("Hola", "Buenas", roles=("usuario", "asistente"))] * 3),
          ["usuario (3), most likely user", "asistente (3), most likely assistant"]),
+        ("a.jsonl", jsonl([chat(*pair) | {"images": ["a.png"]} for pair in QUESTIONS]), ["60 of its first 60 rows", "images are not"]),
+        ("a.jsonl", jsonl([chat("Hi", "Hello")] * 30), ["identical to an earlier one", "data.allow="]),
+        ("a.csv", csv("text,label", [(q, "yes") for q, _ in QUESTIONS]), ["the same answer", "data.allow=[same_answer]"]),
         ("a.jsonl", jsonl([chat("Hi", "")] * 3), ["none of its 3 rows can be trained", "no answer"]),
         ("a.jsonl", "{\n" * 3, ["holds no rows that can be read", "line 1"]),
         ("a.jsonl", jsonl([{"text": "x", "n": 1}] * 2) + "{broken\n" * 2, ["too many of its 4 rows", "2 x bad row", "line 3"]),

@@ -1,6 +1,8 @@
 """What each engine needs, against other people's arithmetic; and the cheapest that fits, for real models."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -186,3 +188,23 @@ def test_fsdp_shards_over_all_ranks_and_hybrid_within_a_node(
     assert f"shared by {mesh[1]} ranks" in plan.engine.reason
     assert (plan.engine.value, plan.weights.value, plan.gradients.value) == ("FSDP2", "fp32", "fp32")
     assert resolve_fsdp(recipe, gpus(1)) is None
+
+
+def test_a_quantized_base_takes_its_bytes_and_a_frozen_weight_no_optimizer(make_recipe: MakeRecipe) -> None:
+    model, one = replace(MODELS["Qwen/Qwen2.5-7B"], linear_parameters=6_525_616_128), gpus(1, memory=24)
+
+    def states(*overrides: str, **facts: Any) -> dict[str, float]:
+        recipe = make_recipe("train.precision=bf16", *overrides)
+        return dict(estimate_memory(recipe, one, replace(model, **facts), ENGINES["none"]).gpu)
+
+    plain, nf4 = states("model.lora={}"), states("model.lora={}", "model.quantization=nf4")
+    saved = 6_525_616_128 * (2 - 0.5 - 1 / 64 - 1 / 4096)
+    assert plain["weights"] - nf4["weights"] == pytest.approx(saved)
+    int8, fp4 = (states("model.lora={}", f"model.quantization={kind}") for kind in ("int8", "fp4"))
+    assert plain["weights"] - int8["weights"] == pytest.approx(6_525_616_128)
+    assert fp4 == nf4
+    single = states("model.lora={}", "model.quantization=nf4", "model.bnb_4bit_use_double_quant=false")
+    assert single["weights"] - nf4["weights"] == pytest.approx(6_525_616_128 * (4 / 64 - 1 / 64 - 1 / 4096))
+    half = states(frozen_parameters=7_615_616_512 // 2)
+    assert half["optimizer"] == pytest.approx(states()["optimizer"] / 2, rel=1e-3)
+    assert half["weights"] == states()["weights"]

@@ -90,6 +90,17 @@ def test_the_plan_counts_the_optimizers_own_state(optim: str, per_parameter: flo
     assert estimate.gpu["weights"] == 4e9
 
 
+def test_the_plan_counts_the_logits_that_smoothed_labels_need(make_recipe: MakeRecipe) -> None:
+    plain, smooth = (
+        estimate_memory(
+            make_recipe("train.precision=bf16", f"train.label_smoothing_factor={factor}", "data.max_length=4096"),
+            gpus(), BILLION, ENGINES["none"],
+        )
+        for factor in (0.0, 0.1)
+    )  # fmt: skip
+    assert smooth.gpu_bytes - plain.gpu_bytes > 4096 * 100_000 * 12
+
+
 def test_an_optimizer_without_copies_steps_on_fp32_weights(make_recipe: MakeRecipe) -> None:
     plans = {
         optim: resolve_plan(make_recipe(f"train.optim={optim}", "train.precision=bf16"), gpus(), BILLION)

@@ -170,7 +170,8 @@ def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path
         ("push_to_hub", "true", "decided by scripts/export.sh"),
         ("loss_type", "mse", "must be `nll` or `dft`, got 'mse'"),  # else refused after the weights load
         ("neftune_noise_alpha", "5", "decided by train.neftune_noise_alpha"),
-        ("lr_scheduler_kwargs", "{}", "decided by the recipe"),
+        ("lr_scheduler_kwargs", "{}", "decided by train.lr_scheduler_type"),
+        ("optim_args", "momentum=0.9", "decided by train.optim and train.optim_args"),  # it would do nothing
         ("router_aux_loss_coef", ".nan", "must be a finite number"),
         ("dataloader_num_workers", "two", "dataloader_num_workers: must be a valid integer"),
     ],
