@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sft.data.formats import Text, Tokens, renamed, row_format, to_example
+from sft.data.formats import Text, Tokens, check_format, renamed, row_format, to_example
 from sft.data.mixture import wanted_rows
 from sft.data.packing import pack
 from sft.data.readers import Row, count_rows
@@ -53,7 +53,9 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     for key, source in all_sources(recipe):
         with under_key(key):
             files = source_files(source, recipe.output_dir)
-            samples += [_sample(files, source, row_function(recipe, key, source))] if files is not None else []
+            if files is not None:
+                samples.append(_sample(files, source, row_function(recipe, key, source)))
+                check_format(source, samples[-1][1], recipe.data)
     if any(is_on_hub(source) for source in recipe.sources):
         return None
     count = _token_counter(Path(model_folder) / "tokenizer.json")

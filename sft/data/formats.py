@@ -326,3 +326,16 @@ def _template_arguments(row: Row) -> dict[str, Any]:
     if reserved:
         raise ValueError(f"`chat_template_kwargs` sets {', '.join(reserved)}, which a row may not set")
     return arguments
+
+
+def check_format(source: Source, format: str, data: Data) -> None:
+    """Refuse (DataError) what data.loss_on or `chat` asks of a format that cannot give it."""
+    if data.loss_on == "completion" and not FORMATS[format].has_completion:
+        raise DataError(
+            f"{source.path} is of the format {format}, which has no completion, and data.loss_on=completion. Set data.loss_on to "
+            "assistant, last_assistant or all."
+        )
+    if not source.chat and format != "prompt_completion":
+        raise DataError(
+            f"{source.path} is of the format {format}, and chat=false is for rows of prompt and completion."
+        )

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from sft.data.documents import Counts, DocumentMaker, RowError
 from sft.data.findings import Findings, find_in_all
-from sft.data.formats import FORMATS, row_format, unread_columns
+from sft.data.formats import check_format, row_format, unread_columns
 from sft.data.ledger import make_ledger
 from sft.data.mixture import Mixture, mix
 from sft.data.packing import pack
@@ -204,15 +204,7 @@ class _Preparation:
                 raise DataError(f"{place(source.path, opened.file_starts, error.row)}: {error.reason}.") from None
 
     def _check_format(self, source: Source, format: str) -> None:
-        if self.recipe.data.loss_on == "completion" and not FORMATS[format].has_completion:
-            raise DataError(
-                f"{source.path} is of the format {format}, which has no completion, and data.loss_on=completion. Set data.loss_on to "
-                "assistant, last_assistant or all."
-            )
-        if not source.chat and format != "prompt_completion":
-            raise DataError(
-                f"{source.path} is of the format {format}, and chat=false is for rows of prompt and completion."
-            )
+        check_format(source, format, self.recipe.data)
         if self.maker.renderer is None and source.chat and format not in ("text", "tokens"):
             raise ModelError(
                 f"{self.recipe.model.name_or_path} has no chat template, which rows of the format {format} need ({source.path}). Set "

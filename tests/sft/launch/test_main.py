@@ -122,6 +122,7 @@ def test_a_mistake_in_the_data_ends_the_training_before_anything_is_made(recipe_
             "dataloader_prefetch_factor: torch's DataLoader refuses it",
         ),
         ("model.pad_token=<|nothing|>", "model.pad_token"),
+        ("data.loss_on=completion", "which has no completion"),
         ("model.eos_token=<|nothing|>", "model.eos_token"),
     ],
 )
