@@ -68,17 +68,17 @@ def reference() -> str:
 
 def keys_of(tool: str) -> str:
     """The keys of another tool, as `sft convert` reads them: a table, and what is not carried over by its reason."""
-    carried = ["## Keys", "", f"| {tool} | here | what differs |", "|---|---|---|"]
+    carried: dict[tuple[str, str], list[str]] = {}
     dropped: dict[str, list[str]] = {}
     for key, row in TOOLS[tool][1].items():
         default = f"its default, {json.dumps(row.default)}, is written" if row.default is not None else ""
-        note = "; ".join(filter(None, [row.note, default]))
-        if row.to:
-            carried.append(f"| `{key}` | `{row.to}` | {html.escape(note, quote=False).replace('|', '&#124;')} |")
-        else:
-            dropped.setdefault(row.note, []).append(f"`{key}`")
-    lines = [f"- {', '.join(keys)}: {html.escape(note, quote=False)}" for note, keys in dropped.items()]
-    return "\n".join([*carried, "", "## Not carried over", "", *lines])
+        note = html.escape("; ".join(filter(None, [row.note, default])), quote=False)
+        keys = carried.setdefault((row.to, note), []) if row.to else dropped.setdefault(note, [])
+        keys.append(f"`{key}`")
+    lines = ["## Keys", "", f"| {tool} | here | what differs |", "|---|---|---|"]
+    lines += [f"| {', '.join(keys)} | `{to}` | {note} |" for (to, note), keys in carried.items()]
+    lines += ["", "## Not carried over", ""]
+    return "\n".join([*lines, *(f"- {', '.join(keys)}: {note}" for note, keys in dropped.items())])
 
 
 def _nested(schema: type[Section], prefix: str) -> Iterator[str]:

@@ -157,17 +157,20 @@ gc_steps gc_collect_steps experimental_skip_move_to_device -- the launcher and t
 dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torch_empty_cache_steps -> train.trainer_args.*
 strict debug is_preprocess -- a switch of axolotl's own
 qat.* -- quantization-aware training is not supported: the model is trained as it is
-quantization.* -- the finished model can be quantized: sft export
+quantization.* -- the finished model is not quantized: what serves it can do that
 """
 _ATTENTION = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
-AXOLOTL = engine.FSDP | table(
-    _MODEL + _DATA + _TRAIN,
-    {
-        **{key: {"true": ours, "false": "auto"} for key, ours in _ATTENTION.items()},
-        "excess_length_strategy": {"drop": "drop", "truncate": "truncate", "raise": "error"},
-        "train_on_inputs": {"true": "all", "false": "auto"},
-        "gradient_checkpointing": {"true": True, "false": False, "offload": "offload", "offload_disk": "offload"},
-    },
+AXOLOTL = (
+    table(
+        _MODEL + _DATA + _TRAIN,
+        {
+            **{key: {"true": ours, "false": "auto"} for key, ours in _ATTENTION.items()},
+            "excess_length_strategy": {"drop": "drop", "truncate": "truncate", "raise": "error"},
+            "train_on_inputs": {"true": "all", "false": "auto"},
+            "gradient_checkpointing": {"true": True, "false": False, "offload": "offload", "offload_disk": "offload"},
+        },
+    )
+    | engine.FSDP
 )
 
 _REFUSED = {

@@ -35,6 +35,9 @@ dataset_config -> data.train.name
 dataset_train_split -> data.train.split
 dataset_test_split -> data.held_out -- the eval split where eval_strategy is not `no`
 dataset_streaming -> data.train.streaming
+dataset_mixture.datasets.*.id datasets.*.path -> data.train.path
+dataset_mixture.datasets.*.config datasets.*.name -> data.train.name
+dataset_mixture.datasets.*.split datasets.*.split -> data.train.split
 dataset_mixture.datasets.*.weight dataset_mixer.* -> data.train.epochs -- the fraction of its rows to use
 dataset_mixture.datasets.*.columns datasets.*.columns -- all columns are read, and unused ones listed
 dataset_mixture.seed -> data.seed -- rows are drawn in another way
