@@ -45,6 +45,7 @@ def planned_job(recipe: Path, overrides: Sequence[str], on: str | None = None) -
     job = open_job(recipe, overrides, hardware, to_run=False)
     check_allowed_changes(job.recipe.train.resume_allow_changes)
     check_trainer_arguments(job)
+    check_tokenizer(job)
     prepared = checked_data(job)
     return (job.with_data(prepared.facts(), find_result(job, prepared)), prepared) if prepared else (job, None)
 
@@ -130,6 +131,18 @@ def check_trainer_arguments(job: Job) -> None:
         from sft.train.arguments import check_trainer_args
 
         check_trainer_args(job)
+
+
+def check_tokenizer(job: Job) -> None:
+    """Refuse the tokens and the chat template that the preparation refuses (UserError), where the model is at hand."""
+    from sft.data.tokenizer import check_vocabulary, load_tokenizer
+    from sft.hub.pins import pinned
+
+    recipe, model = job.recipe, job.model
+    if Path(model.path).is_dir():
+        tokenizer = load_tokenizer(pinned(recipe, model))
+        if model.vocab_size is not None:
+            check_vocabulary(tokenizer, recipe.model.new_tokens, model.vocab_size, recipe.model.name_or_path)
 
 
 def checked_data(job: Job) -> Prepared | None:

@@ -181,7 +181,8 @@ def check_adapters(model: Model, empty: Any) -> None:
         with catch_warnings(action="ignore"):  # peft's, of what is refused here
             adapted = get_peft_model(empty, _config(lora, empty, True), low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ModelError("\n".join([*problems, f"model.lora: {str(error).splitlines()[0]}"])) from None
+        # A module that peft takes none of stands in its message over several lines.
+        raise ModelError("\n".join([*problems, f"model.lora: {' '.join(str(error).split()[:40])}"])) from None
     names = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A") and len(layer.lora_A)]
     count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
     if missing := [number for number in lora.layers_to_transform if not any(f".{number}." in name for name in names)]:

@@ -194,6 +194,17 @@ def _wrong_types(extra: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _refused_by_loader(extra: dict[str, Any]) -> list[str]:
+    """What torch's DataLoader would refuse once the weights are loaded."""
+    rows: Any = [0]
+    names = {name: name.removeprefix("dataloader_") for name in extra if name.startswith("dataloader_")}
+    try:
+        torch.utils.data.DataLoader(rows, **{short: extra[name] for name, short in names.items()})
+    except (TypeError, ValueError) as error:
+        return [f"{', '.join(names)}: torch's DataLoader refuses it: {error}"]
+    return []
+
+
 def check_trainer_args(job: Job) -> None:
     """Refuse in train.trainer_args what SFTConfig does not know or take, and what the recipe or the plan decides: a RecipeError."""
     known = {field.name for field in fields(SFTConfig) if field.init}
@@ -213,7 +224,7 @@ def check_trainer_args(job: Job) -> None:
             lines.append(f"loss_type: must be `nll` or `dft`, got {value!r}")
         elif isinstance(value, float) and not isfinite(value):
             lines.append(f"{name}: must be a finite number, got {value}")
-    lines = lines or _wrong_types(job.recipe.train.trainer_args)
+    lines = lines or _wrong_types(job.recipe.train.trainer_args) or _refused_by_loader(job.recipe.train.trainer_args)
     if lines:
         raise RecipeError("\n  ".join(["train.trainer_args:", *lines]))
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 
 from sft import cli
 from sft.data.prepared import entry_folder, find_prepared
-from sft.errors import DataError
+from sft.errors import DataError, UserError
 from sft.launch.job import open_job
+from sft.launch.main import planned_job
 from sft.launch.topology import Topology, read_topology
 from sft.plan.hardware import Hardware
 
@@ -109,3 +111,20 @@ def test_a_mistake_in_the_data_ends_the_training_before_anything_is_made(recipe_
     assert ended.stderr.count("rows.jsonl, row") == 1
     assert "Traceback" not in ended.stderr
     assert {path.name for path in made.iterdir()} <= {".prepared", ".builtin"}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.trainer_args.dataloader_num_workers=-1", "dataloader_num_workers: torch's DataLoader refuses it"),
+        (
+            "train.trainer_args.dataloader_prefetch_factor=2",
+            "dataloader_prefetch_factor: torch's DataLoader refuses it",
+        ),
+        ("model.pad_token=<|nothing|>", "model.pad_token"),
+        ("model.eos_token=<|nothing|>", "model.eos_token"),
+    ],
+)
+def test_the_plan_refuses_what_the_start_refuses(override: str, words: str, recipe_file: Path, outputs: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        planned_job(recipe_file, [f"output_dir={outputs}", override])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft.errors import ModelError, RecipeError
 from sft.hub.demo import Demo
@@ -15,6 +15,7 @@ from sft.hub.model_facts import empty_model, load_config
 from sft.model.adapters import check_adapters, differing_adapters, lora_config, merge_adapters, start_adapters
 from sft.model.frozen import check_frozen, freeze
 from sft.recipe.schema import Lora, Model
+from tests.recipe_models import MODELS
 from tests.slow.conftest import untie
 
 pytestmark = [
@@ -168,3 +169,12 @@ def test_frozen_parameters_are_those_that_a_pattern_is_found_in(demo: Demo) -> N
         check_frozen(["embed_tokens", "embedding"], empty(demo))
     with pytest.raises(ModelError, match=r"model.freeze leaves all parameters as they are"):
         check_frozen(["."], empty(demo))
+
+
+def test_experts_are_refused_as_targets_in_one_line_that_names_them() -> None:
+    settings = MODELS["Qwen/Qwen3-30B-A3B-Base"].config(small=True)
+    model = Model(name_or_path="experts", lora=Lora(target_modules=("experts",)))
+    with pytest.raises(
+        ModelError, match=r"^model.lora: Target module Qwen3MoeExperts.* is not supported.*torch.nn.Linear"
+    ):
+        check_adapters(model, empty_model(AutoConfig.for_model(**settings), False))
