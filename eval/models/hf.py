@@ -47,11 +47,16 @@ def load_hf(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settin
         threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // number))))
         torch.set_num_threads(threads)
     helpers = [Helper(target, tokenizer.name_or_path, settings, process) for process in range(1, number)]
-    model = _load(target, tokenizer, settings, placement.spread, 0)
-    check_placement(model.model, placement)
-    for helper in helpers:
-        if isinstance(failure := helper.receive(), Exception):
-            raise failure
+    try:
+        model = _load(target, tokenizer, settings, placement.spread, 0)
+        check_placement(model.model, placement)
+        for helper in helpers:
+            helper.reply()
+    except BaseException:
+        for helper in helpers:
+            helper.process.terminate()
+            helper.close()
+        raise
     model.helpers = helpers
     return model
 
@@ -177,7 +182,7 @@ class Helper:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of its model."""
         self.send(method, *arguments)
-        return self.receive()
+        return self.reply()
 
     def send(self, method: str, *arguments: Any) -> None:
         """Send a call, whose reply is received later."""
@@ -192,6 +197,13 @@ class Helper:
             return self.connection.recv()
         except (EOFError, OSError):
             raise self._lost() from None
+
+    def reply(self) -> Any:
+        """Wait for the reply, and raise it where it is an exception."""
+        reply = self.receive()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def close(self) -> None:
         """End the process."""

@@ -1,6 +1,7 @@
 """Several processes, and two models, are measured as one process and one model would be."""
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -83,6 +84,7 @@ def test_an_error_or_the_end_of_a_helper_is_named(
     missing = replace(target, model=str(tuned_model / "nothing"))
     with pytest.raises((EvaluationError, OSError)):
         load_hf(missing, reference.tokenizer, settings, Placement(0, "a test", 2))
+    assert multiprocessing.active_children() == []
 
 
 def test_the_tuned_model_follows_the_base_models_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
