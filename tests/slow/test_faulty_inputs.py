@@ -195,7 +195,7 @@ IN_CI = {
         ("several splits", "test.jsonl"), folder_of_splits, TRAIN + " data.train={folder}/data"
     ),
     "numbers: a key of another program": Fault(
-        ("train.lr_scheduler_kwargs: unknown key", "`min_lr_ratio`"), command=TRAIN + " train.lr_scheduler_kwargs={}"
+        ("train.lr_scheduler_kwargs: unknown key", "`min_lr_ratio`"), command=TRAIN + " train.lr_scheduler_kwargs={{}}"
     ),
     "environment: a precision left over from accelerate": Fault(
         ("accelerate", "fp16", "train.precision"), environment={"ACCELERATE_MIXED_PRECISION": "fp16"}
