@@ -35,6 +35,7 @@ from sft.terminal import FAILURE, failure_text, launch_folder, run_of, show_firs
 _START_TIMEOUT = 50  # seconds that the nodes of a job wait for each other at the start; START_TIMEOUT changes it
 _SAVE_SECONDS = "3600"  # that the ranks may save after a signal; torchrun's 30 are less than a large checkpoint takes
 _KILL_SECONDS = 3.0  # that the ranks may take to end after a second signal
+_STORE_SECONDS = 15.0  # that another node's restart waits for node 0 to end, which may have been sooner
 _RESTARTS = "SFT_RESTARTS"  # environment variable: how often this job has restarted
 _ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
 _KILLED = ", most often by the kernel because memory ran out (dmesg says so; then start fewer processes with NPROC, or see docs/memory.md)"
@@ -254,9 +255,23 @@ def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_aft
     if run is not None:  # another start may have made a newer one meanwhile
         os.environ[OWN_RUN] = str(run.path)
     shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
+    if topology.nodes > 1 and topology.node_rank:
+        _wait_until_the_old_store_is_gone(topology)
     words = [json.dumps(asdict(topology) | {"slurm": None}), str(restarts), str(lost_after), *program]
     with signals.held_back():
         os.execv(sys.executable, [sys.executable, "-m", "sft.launch.torchrun", *words])
+
+
+def _wait_until_the_old_store_is_gone(topology: Topology) -> None:
+    """On the other nodes: a restart that reaches node 0 before its launcher has ended would take the addresses of the failed start."""
+    assert topology.master_address is not None and topology.master_port is not None
+    deadline = time.monotonic() + _STORE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((topology.master_address, topology.master_port), timeout=1).close()
+        except OSError:
+            return
+        time.sleep(0.1)
 
 
 def main(argv: Sequence[str]) -> None:
