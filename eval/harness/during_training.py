@@ -71,7 +71,7 @@ class During(TrainerCallback):  # type: ignore[misc]
     """Evaluates every so many steps, the first time before the first, and hands the scores to the line of metrics.jsonl of the same step.
 
     Must be called before the callback that writes the line. Every rank takes part. A task that fails before the first step is an error;
-    later, training goes on without it.
+    later, training continues without it.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Target:
 
 
 def check_folder(named: str) -> None:
-    """Refuse what can only be meant as a folder, and is none: the hub's answer would mislead."""
+    """Refuse a path that is no folder: taken for a name on the hub, it would get a misleading answer."""
     path = Path(named).expanduser()
     if path.is_dir():
         return

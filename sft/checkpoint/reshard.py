@@ -183,6 +183,15 @@ def load_torch(
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
+def load_weights(module: torch.nn.Module, tensors: FullTensors, sources: dict[str, str]) -> None:
+    """Load the trained weights alone, whatever the optimizer; as load_torch."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, source in sources.items():
+            weight = parameters[name]
+            weight.copy_(shard_of(tensors.read(source, WEIGHT).view(weight.shape), weight))
+
+
 def _weights_and_stepped(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The model's weights, and what the optimizer steps on: the same, or fp32 copies."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -61,7 +61,7 @@ def choose_checkpoint(run: Run) -> Choice:
     """
     skipped: dict[str, str] = {}
     for checkpoint in run.all_checkpoints():
-        why = _fault(checkpoint)
+        why = checkpoint_fault(checkpoint)
         if why is None:
             for name in skipped:
                 unusable = run.checkpoints / f"{name}.unusable"
@@ -79,7 +79,8 @@ def choose_checkpoint(run: Run) -> Choice:
     return Choice(None, {})
 
 
-def _fault(checkpoint: Path) -> str | None:
+def checkpoint_fault(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be used; None where every byte of it verifies."""
     if why := fault(checkpoint):
         return why
     step = read_manifest(checkpoint).get("step", step_of(checkpoint))

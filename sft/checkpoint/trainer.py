@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
 
 from sft.checkpoint.patches import plain_data_only
 from sft.checkpoint.reshard import (
+    FullTensors,
     adapter_names,
     load_schedule,
     load_torch,
+    load_weights,
     open_full,
     source_names,
     start_random_streams,
@@ -113,19 +116,30 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         return prepared
 
     def load_weights_of(self, checkpoint: Path) -> None:
-        """Give the live model, with its optimizer, the weights of another checkpoint of this run. Every rank takes part."""
-        self._reshard(resolve_resume(checkpoint, self.job))
+        """Give the live model, which is trained no further, the weights of a checkpoint of this run. Every rank takes part."""
+        plan = resolve_resume(checkpoint, self.job)
+        if not self.is_deepspeed_enabled:
+            load_weights(*self._open(plan))
+        elif plan.reshards:
+            self._reshard(plan)
+        else:
+            with plain_data_only(deepspeed=True):
+                deepspeed_load_checkpoint(self.model_wrapped, str(checkpoint), self.job.recipe.model.lora is None)
 
     def _reshard(self, plan: ResumePlan) -> None:
         """Give the live engine the weights, the moments and the schedule of another engine's checkpoint."""
-        module = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-        tensors = open_full(plan.checkpoint, plan.writer, adapter_names(module))
-        sources = source_names(module, tensors)
+        module, tensors, sources = self._open(plan)
         if self.is_deepspeed_enabled:
             load_zero(self.model_wrapped, plan.checkpoint, tensors.read, sources, self.state.global_step)
         else:
             load_torch(module, self.optimizer.optimizer, tensors, sources)
         load_schedule(self.lr_scheduler, self.optimizer, plan.checkpoint / SCHEDULER_NAME)
+
+    def _open(self, plan: ResumePlan) -> tuple[Any, FullTensors, dict[str, str]]:
+        """The live model, the checkpoint's full tensors, and their names by those of the live trained parameters."""
+        module = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        tensors = open_full(plan.checkpoint, plan.writer, adapter_names(module))
+        return module, tensors, source_names(module, tensors)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.reshards:  # else once the optimizer exists

@@ -43,6 +43,7 @@ def refuse(case: Case) -> None:
     problems = [
         *_numbers(case),
         *_schedule(case),
+        *_best_checkpoint(case),
         *rope_refusals(case.recipe, case.model),
         *_regularization(case),
         *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
@@ -87,6 +88,14 @@ def _schedule(case: Case) -> Iterator[str]:
         )
     if train.lr_scheduler_type == "polynomial" and warmup >= steps:
         yield f"{key}: a warmup of {warmup} steps leaves none of the run's {steps} to fall in. Shorten the warmup."
+
+
+def _best_checkpoint(case: Case) -> Iterator[str]:
+    if case.recipe.train.load_best_model_at_end and case.deepspeed is not None and case.deepspeed.offload == "nvme":
+        yield (
+            f"train.load_best_model_at_end=true, and {case.file} offloads to NVMe: DeepSpeed then saves no optimizer state, without which it "
+            "loads no checkpoint. Set it to false, or offload to cpu."
+        )
 
 
 def _regularization(case: Case) -> Iterator[str]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers.trainer_callback import TrainerCallback
 
+from sft.checkpoint.resume import checkpoint_fault
 from sft.errors import RecipeError, did_you_mean
 from sft.parallel import process_group as distributed
 from sft.recipe.train import EVAL_LOSS
@@ -122,19 +124,34 @@ class BestCheckpoint(TrainerCallback):  # type: ignore[misc]
 
     def load(self) -> None:
         """Give the live model the weights of the best checkpoint, and record which it is. Every rank takes part."""
-        last, trainer = self.trainer.state.global_step, self.trainer
-        folders = distributed.from_rank_0(lambda: {path.name: path for path in self.run.all_checkpoints()})
-        # A checkpoint may be missing where the disk was full. The last step is in memory.
-        there = {step: value for step, value in self.scores.items() if step == last or f"checkpoint-{step}" in folders}
-        best = best_step(there, self.larger)
+        last = self.trainer.state.global_step
+        best, lost = distributed.from_rank_0(lambda: self._usable(last))
+        value = self.scores[best] if best is not None else None
         if best is None:
             words = f"There is no {self.name} of a checkpoint to choose by: final/ is the last step"
         else:
             which = "the last step" if best == last else "that checkpoint"
-            words = f"Best {self.name}: {there[best]:.4f} at step {best} of {last}; final/ is {which}"
+            words = f"Best {self.name}: {value:.4f} at step {best} of {last}; final/ is {which}"
             if best != last:
-                trainer.load_weights_of(folders[f"checkpoint-{best}"])
+                self.trainer.load_weights_of(self._checkpoint(best))
         if distributed.is_rank_0():
-            value = there[best] if best is not None else None
+            self.run.warn("best", *lost)
             self.run.update(best={"metric": self.metric, "step": best or last, "value": value, "last_step": last})
-            print(f"{words}.", flush=True)
+            print("\n".join([*(f"Warning: {one}" for one in lost), f"{words}."]), flush=True)
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.run.checkpoints / f"checkpoint-{step}"
+
+    def _usable(self, last: int) -> tuple[int | None, list[str]]:
+        """The best step whose weights are there, and what is said of better ones. The last step is in memory."""
+        scores, lost = dict(self.scores), list[str]()
+        while (best := best_step(scores, self.larger)) not in (None, last):
+            folder = self._checkpoint(best)
+            why = checkpoint_fault(folder) if folder.is_dir() else "it is not there"
+            if why is None:
+                break
+            # Of a step that was never kept, since a better one came later, nobody needs to hear.
+            if folder.name == self.trainer.checkpoints.protected:
+                lost.append(f"{folder.name} has the best {self.name}, {scores[best]:.4f}, and cannot be used: {why}.")
+            del scores[best]
+        return best, lost

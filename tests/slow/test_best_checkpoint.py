@@ -55,9 +55,24 @@ def check_best(run: Run) -> tuple[int, int]:
     return best, last
 
 
-@pytest.mark.parametrize("engine", rows(["1", "2 DDP", "2 ZeRO-2", "2 ZeRO-3", "2 FSDP2"], ["1", "2 ZeRO-3"]))
-def test_final_is_the_best_checkpoint_and_a_killed_run_ends_the_same(engine: str, recipe: Path, ranks: Ranks) -> None:
-    words = ["sft.train", recipe, *ENGINES[engine].overrides, f"tracking.run_name=engine-{plain(engine)}"]
+LION = ("train.optim=lion", "train.learning_rate=1e-3")
+CASES = {
+    "1": ("1", ()),
+    "1, lion": ("1", LION),
+    "2 DDP": ("2 DDP", ()),
+    "2 ZeRO-2": ("2 ZeRO-2", ()),
+    "2 ZeRO-2, lion": ("2 ZeRO-2", LION),
+    "2 ZeRO-3": ("2 ZeRO-3", ()),
+    "2 FSDP2": ("2 FSDP2", ()),
+    "2 FSDP2, lion": ("2 FSDP2", LION),
+}
+"""Engines and overrides: weights are loaded whatever the optimizer's state is."""
+
+
+@pytest.mark.parametrize("case", rows(list(CASES), ["1, lion", "2 ZeRO-3"]))
+def test_final_is_the_best_checkpoint_and_a_killed_run_ends_the_same(case: str, recipe: Path, ranks: Ranks) -> None:
+    engine, overrides = CASES[case]
+    words = ["sft.train", recipe, *ENGINES[engine].overrides, *overrides, f"tracking.run_name=engine-{plain(case)}"]
     ranks.run(ENGINES[engine].ranks, words)
     run = latest(recipe)
     best, last = check_best(run)
@@ -75,6 +90,22 @@ def test_final_is_the_best_checkpoint_and_a_killed_run_ends_the_same(engine: str
     assert check_best(run) == (best, last)
     again = load_file(run.final / "model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in final.items())
+
+
+def test_a_damaged_best_checkpoint_is_named_and_not_loaded(recipe: Path, ranks: Ranks) -> None:
+    words = ["sft.train", recipe, "tracking.run_name=damaged"]
+    ranks.run(1, words)
+    run = latest(recipe)
+    best, _ = check_best(run)
+    weights = run.checkpoints / f"checkpoint-{best}" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    shutil.rmtree(run.final)
+    run.update(status="running")
+    printed = ranks.run(1, words)
+    assert f"checkpoint-{best}" in printed["stdout"] and "model.safetensors" in printed["stdout"]
+    assert run.record["best"]["step"] in (best + 30, best + 40)
+    assert any(f"checkpoint-{best}" in warning for warning in run.record["warnings"]["best"])
 
 
 def test_adapters_and_checkpoints_by_epoch(recipe: Path, ranks: Ranks) -> None:

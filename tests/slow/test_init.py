@@ -24,7 +24,7 @@ MISSING = {
     "reason_tool_use_demo_50.jsonl": "it has tools, and the chat template does not show them",
     "sgd_messages_tools_600.jsonl": "it has tools, and the chat template does not show them",
 }
-"""Files that need a person, and what they are told."""
+"""Files that `sft init` refuses, and what its message names."""
 
 TRAINED = ("fms_multi_turn_chat.jsonl", "raschka_instruction_data.json", "axolotl_conversation.missingturns.json")
 FIVE = ["train.max_steps=5", "train.save_canary=false", "eval.tasks=[]", "eval.chat=false"]

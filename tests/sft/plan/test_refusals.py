@@ -64,6 +64,7 @@ def architecture_of_its_own() -> dict[str, Any]:
 
 YARN = "model.rope_scaling.rope_type=yarn model.rope_scaling.factor=4.0"
 Z2: dict[str, Any] = {"deepspeed": zero(2)}
+BEST = "train.load_best_model_at_end=true data.held_out=0.1"
 WINDOW = {"model": replace(LLAMA, sliding_window=16)}
 TENSOR = "train.tensor_parallel_size="
 QLORA = "model.lora={} model.quantization="
@@ -143,6 +144,8 @@ SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_siz
         ("model.lora.r=897", gpus(), {"model": replace(LLAMA, hidden_size=896)}, "model.lora.r=897"),
         ("model.lora.r=896", gpus(), {"model": replace(LLAMA, hidden_size=896)}, None),
         ("train.weight_decay=1000", gpus(), {"learning_rate": 1e-3}, "train.weight_decay=1000 x learning rate 0.001"),
+        (BEST, gpus(2), {"deepspeed": zero(3, offload_optimizer={"device": "nvme", "nvme_path": "x"})}, "best_model.*Set it to false"),
+        (BEST, gpus(2), {"deepspeed": zero(3, offload_optimizer={"device": "cpu"})}, None),
         ("data.max_length=1024", cpu(), limit(1024), None),
         ("data.max_length=1025", cpu(), limit(1024), "the model's 1024 positions. Set it to at most 1024, or extend"),
         (YARN + " data.max_length=4096", cpu(), rope("default"), None),
