@@ -93,8 +93,8 @@ def _schedule(case: Case) -> Iterator[str]:
 def _best_checkpoint(case: Case) -> Iterator[str]:
     if case.recipe.train.load_best_model_at_end and case.deepspeed is not None and case.deepspeed.offload == "nvme":
         yield (
-            f"train.load_best_model_at_end=true, and {case.file} offloads to NVMe: DeepSpeed then saves no optimizer state, without which it "
-            "loads no checkpoint. Set it to false, or offload to cpu."
+            f"train.load_best_model_at_end=true, and {case.file} offloads to NVMe: DeepSpeed saves no optimizer state then, and without "
+            "one it loads no checkpoint. Set it to false, or offload to cpu."
         )
 
 
