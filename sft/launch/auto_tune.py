@@ -58,9 +58,9 @@ def auto_tune(job: Job, prepared: Prepared) -> None:
     tried, train = read_journal(journal), job.recipe.train
     if not any(one.seconds_per_token for one in tried):
         raise PlanError(
-            f"train.micro_batch_size={train.micro_batch_size}, train.gradient_checkpointing={train.gradient_checkpointing}: memory ran out in "
-            f"each trial of auto-tuning ({'; '.join(one.name for one in tried)}), so this training does not fit on {job.hardware.device}. "
-            f"`sft plan {join(command_of(job))} --fit` lists the smallest changes that make it fit; docs/memory.md."
+            f"train.micro_batch_size={train.micro_batch_size}, train.gradient_checkpointing={train.gradient_checkpointing}: memory ran out "
+            f"in each trial of auto-tuning ({'; '.join(one.name for one in tried)}), so this training does not fit on "
+            f"{job.hardware.device}. `sft plan {join(command_of(job))} --fit` lists the smallest changes that make it fit; docs/memory.md."
         )
 
 

@@ -126,7 +126,7 @@ def _expected_use(smaller: Sequence[Trial], size: int) -> float:
 
 
 def choose(measured: Sequence[Trial], limit: float) -> Trial | None:
-    """The fastest trial that fits; of several as fast, the one that takes least memory. If each used more than it may, that which used least."""
+    """The fastest trial that fits; of several as fast, the one that takes least memory. If none fits, the one that used least."""
     fitting = [one for one in measured if one.fits(limit)]
     if not fitting:
         return min(

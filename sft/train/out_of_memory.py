@@ -54,8 +54,8 @@ def _message(job: Job, error: str, doing: str, trainer: Any) -> str:
     planned = f" Planned were {job.plan.memory.value} GiB, for a micro-batch of 1." if job.plan.memory.value else ""
     words = join([str(job.recipe_path), *job.overrides])
     return (
-        f"Rank {distributed.rank()} ran out of GPU memory while {doing}: {requested}. The peak was {_peak(trainer)}.{planned} The same would "
-        f"happen again, so nothing restarts. `sft plan {words} --fit` lists the smallest changes that make it fit, such as a smaller "
+        f"Rank {distributed.rank()} ran out of GPU memory while {doing}: {requested}. The peak was {_peak(trainer)}.{planned} The same "
+        f"would happen again, so nothing restarts. `sft plan {words} --fit` lists the smallest changes that make it fit, such as a smaller "
         "train.micro_batch_size or train.gradient_checkpointing=true; docs/memory.md."
     )
 
