@@ -132,9 +132,9 @@ def _layers(case: Case) -> Iterator[str]:
             f"model.compile=true, and {case.file} is ZeRO-3, which gathers each weight by hooks inside the layers: they would be compiled "
             "in many pieces. Set model.compile=false, or train.deepspeed=zero2."
         )
-    if model.kernels == "liger" and case.hardware.gpu is not None:
-        if problem := kernels_problem(case.recipe, case.hardware, case.model):
-            yield f"model.kernels=liger, and {problem}. Set model.kernels=auto."
+    unfit = case.hardware.gpu is not None and kernels_problem(case.recipe, case.hardware, case.model)
+    if model.kernels == "liger" and unfit:
+        yield f"model.kernels=liger, and {unfit}. Set model.kernels=auto."
     where, why = "", ""
     if mode == "selective" and case.plan.attention.value == "eager":
         where, why = "model.attn_implementation=eager", "its attention is not one operator"
