@@ -66,6 +66,7 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(recipe: Path, c
     assert all(f"the fastest of {len(measured)} trials" in reason for reason in reasons)
 
 
+@pytest.mark.extra
 def test_a_trial_that_runs_out_of_memory_is_a_result_and_tuning_continues(
     recipe: Path, command: Command, ranks: Ranks
 ) -> None:
