@@ -2,7 +2,6 @@
 
 import os
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,8 +13,8 @@ from sft.errors import EXIT_USER_ERROR, PlanError
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.rank import main as train
 from sft.program import exit_on_error
+from tests.fake_nvml import Device, FakeNvml
 
-TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
 Tell = Callable[..., str]
 
 
@@ -49,12 +48,8 @@ def tell(recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.fixture
-def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<END\n{TWO_GPUS}\nEND\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNvml([Device("GPU-aaaa"), Device("GPU-bbbb")]).install(monkeypatch)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import psutil
 
 from sft.errors import LostRank, PlanError, UserError, is_lost
 from sft.parallel.deepspeed import prepare_builds
-from sft.plan.hardware import Hardware, detect_hardware, whole_number
+from sft.plan.hardware import Hardware, detect_hardware, driver_version, whole_number
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 
@@ -34,6 +34,9 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 """What a launcher sets for a rank. A process by itself must not see it."""
 
 _OF_A_GROUP = (*LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE")
+
+_DRIVER_OF_CUDA_13 = 580
+"""CUDA runs on a driver of its own major version or a newer one; NVIDIA's release notes."""
 
 _HEARTBEAT = 5.0
 """Seconds between two heartbeats, at most."""
@@ -150,7 +153,7 @@ def quiet_frameworks() -> None:
 
 
 def check_devices(hardware: Hardware) -> None:
-    """Compare what nvidia-smi reported to the plan with what torch can use.
+    """Compare the GPUs that the plan found with those that torch can use.
 
     Raises:
         PlanError: They disagree.
@@ -159,14 +162,21 @@ def check_devices(hardware: Hardware) -> None:
 
     if (hardware.gpu is not None) == torch.cuda.is_available():
         return
+    cpu = "train on the CPU: CUDA_VISIBLE_DEVICES=''"
     if hardware.gpu is None:
         raise PlanError(
-            "torch sees a GPU that nvidia-smi does not list, so the plan is for a CPU. Put nvidia-smi on PATH, or hide the GPU: "
-            "CUDA_VISIBLE_DEVICES=''."
+            f"torch sees a GPU that its driver's library (NVML) does not list, so the plan is for a CPU. To {cpu}."
         )
+    name, driver, cuda = hardware.gpu.name, driver_version(), torch.version.cuda
+    if cuda is None:
+        why = "is a build without CUDA"
+    elif driver and int(cuda.split(".")[0]) >= 13 and int(driver.split(".")[0]) < _DRIVER_OF_CUDA_13:
+        why = f"is built for CUDA {cuda}, which needs driver {_DRIVER_OF_CUDA_13} or newer"
+    else:
+        why = f"is built for CUDA {cuda}, and does not start on it"
     raise PlanError(
-        f"nvidia-smi lists {hardware.gpu.name}, but torch {torch.__version__} cannot use it: a build without CUDA, or a driver too old "
-        "for it. Install a build of torch for this driver, or train on the CPU: CUDA_VISIBLE_DEVICES=''."
+        f"This machine has {name} with driver {driver or 'unknown'}, and torch {torch.__version__} {why}. Install a torch that fits the "
+        f"driver (README.md: Install it your way), or {cpu}."
     )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
+
+import pynvml
 
 from sft.errors import PlanError
 
@@ -71,14 +73,30 @@ def whole_number(name: str, default: int, least: int, most: int | None = None) -
     return int(text)
 
 
+@dataclass(frozen=True)
+class _Device:
+    """A GPU as the driver lists it, and its slices (MIG)."""
+
+    index: str
+    uuid: str
+    gpu: Gpu
+    slices: tuple[_Device, ...] = ()
+
+
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that this process may use, by nvidia-smi; none where there is no driver. Honours CUDA_VISIBLE_DEVICES."""
-    gpus, visible = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [gpu for _, _, gpu in gpus]
+    """The GPUs that this process may use; none where there is no driver. Honours CUDA_VISIBLE_DEVICES. Raises PlanError as _devices.
+
+    Of GPUs that are divided into slices (MIG), CUDA shows a process one slice, and nothing else.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not _entries(visible):
+        return []
+    devices = _devices()
     # CUDA ignores the first entry that it does not know and all after it.
-    found = takewhile(lambda gpu: gpu is not None, (_matching(entry, gpus) for entry in _entries(visible)))
-    return [gpu for gpu in found if gpu]
+    named = [str(device.index) for device in devices] if visible is None else _entries(visible)
+    found = list(takewhile(lambda device: device is not None, (_matching(entry, devices) for entry in named)))
+    slices = [device for device in found if device and device.uuid.startswith("MIG-")]
+    return [device.gpu for device in slices[:1] or found if device]
 
 
 def check_visible_gpus() -> None:
@@ -86,44 +104,108 @@ def check_visible_gpus() -> None:
 
     `-1` and an empty value hide all GPUs and are no mistake.
     """
-    gpus, visible = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    named, count = _entries(visible), len(gpus)
-    if not gpus or named[:1] in ([], ["-1"], ["NoDevFiles"]):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = _entries(visible)
+    if named[:1] in ([], ["-1"], ["NoDevFiles"]):
+        return
+    devices = _devices()
+    count = len(devices)
+    if not devices:
         return
     if len(set(named)) < len(named):
         raise PlanError(f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice. Name each once.")
-    if unknown := [entry for entry in named if _matching(entry, gpus) is None]:
+    if unknown := [entry for entry in named if _matching(entry, devices) is None]:
         there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
         raise PlanError(
             f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {', '.join(unknown)} here; this machine has {there}. Name those that are "
             "there, or unset it for all."
         )
+    if len(named) > 1 and any(
+        (device := _matching(entry, devices)) and device.uuid.startswith("MIG-") for entry in named
+    ):
+        raise PlanError(
+            f"CUDA_VISIBLE_DEVICES={visible}: CUDA shows a process one slice of a GPU (MIG) and nothing beside it. Name one slice."
+        )
 
 
-def _all_gpus() -> list[tuple[str, str, Gpu]]:
-    """Index, UUID and GPU."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+def _devices() -> list[_Device]:
+    """What NVML lists; empty without a driver. Raises PlanError if a driver is there and does not answer, as after its update."""
     try:
-        output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError):
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
-    return [(index, uuid, Gpu(name, _memory_gib(mib), float(cc))) for index, uuid, name, mib, cc in rows]
+    except pynvml.NVMLError as error:
+        raise _no_answer(error) from None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_device(str(index), handle) for index, handle in enumerate(handles)]
+    except pynvml.NVMLError as error:
+        raise _no_answer(error) from None
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def _memory_gib(mebibytes: str) -> float:
-    # A GPU that shares the machine's memory has no number of its own.
-    return float(mebibytes) / 1024 if mebibytes.replace(".", "").isdecimal() else cpu_memory_gib()
+def driver_version() -> str | None:
+    """Of the NVIDIA driver, such as `580.65.06`; None where there is none."""
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
+def _no_answer(error: pynvml.NVMLError) -> PlanError:
+    return PlanError(
+        f"The NVIDIA driver is installed and does not list its GPUs: {error}. See what nvidia-smi says; often a restart helps. "
+        "To train on the CPU, set CUDA_VISIBLE_DEVICES= (empty)."
+    )
+
+
+def _device(index: str, handle: Any) -> _Device:
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+
+    def described(part: Any) -> Gpu:
+        return Gpu(pynvml.nvmlDeviceGetName(part), _memory_gib(part), float(f"{major}.{minor}"))
+
+    slices = tuple(_Device("", pynvml.nvmlDeviceGetUUID(one), described(one)) for one in _slices(handle))
+    return _Device(index, pynvml.nvmlDeviceGetUUID(handle), described(handle), slices)
+
+
+def _slices(handle: Any) -> list[Any]:
+    """Handles of a GPU's slices; none where it is whole, or is of a kind that cannot be divided."""
+    found = []
+    try:
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return []
+    except pynvml.NVMLError_NotSupported:
+        return []
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with suppress(pynvml.NVMLError_NotFound):
+            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    return found
+
+
+def _memory_gib(handle: Any) -> float:
+    try:
+        return float(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / 2**30
+    except pynvml.NVMLError_NotSupported:  # a GPU that shares the machine's memory has no number of its own
+        return cpu_memory_gib()
 
 
 def _entries(visible: str) -> list[str]:
     return [entry for part in visible.split(",") if (entry := part.strip())]
 
 
-def _matching(entry: str, gpus: list[tuple[str, str, Gpu]]) -> Gpu | None:
-    # A slice of a GPU (MIG) is not in the list; it counts as a whole GPU.
-    known = (gpu for index, uuid, gpu in gpus if entry == index or uuid.startswith(entry) or entry.startswith("MIG-"))
-    return next(known, None)
+def _matching(entry: str, devices: list[_Device]) -> _Device | None:
+    """The GPU or the slice that CUDA takes for an entry; of a divided GPU its first slice."""
+    for device in devices:
+        for one in device.slices:
+            if one.uuid == entry:
+                return one
+        # MIG-GPU-<uuid>/<instance>/<instance>, as older drivers name a slice.
+        if entry == device.index or device.uuid.startswith(entry.removeprefix("MIG-").partition("/")[0]):
+            return device.slices[0] if device.slices else device
+    return None
 
 
 def cpu_memory_gib() -> float:

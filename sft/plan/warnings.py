@@ -33,7 +33,7 @@ def plan_warnings(
         )
     if hardware.gpu is None and parameters > CPU_PARAMETERS:
         warnings.append(
-            f"No GPU was found (nvidia-smi shows none, or CUDA_VISIBLE_DEVICES hides it), and {parameters / 1e9:.3g}e9 parameters are "
+            f"No GPU was found (no driver lists one, or CUDA_VISIBLE_DEVICES hides it), and {parameters / 1e9:.3g}e9 parameters are "
             "trained on the CPU: expect minutes a step."
         )
     return warnings

@@ -205,6 +205,22 @@ def _refused_by_loader(extra: dict[str, Any]) -> list[str]:
     return []
 
 
+class _WithoutDevice(SFTConfig):  # type: ignore[misc]
+    """Validates as SFTConfig does, and joins no process group for it."""
+
+    device = torch.device("cpu")
+
+
+def _refused_by_configuration(extra: dict[str, Any], on_cpu: bool) -> list[str]:
+    # tf32 is refused by what this machine has, and the plan may be for another.
+    given = {name: value for name, value in extra.items() if name != "tf32"}
+    try:
+        _WithoutDevice(**{"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given)
+    except (TypeError, ValueError) as error:
+        return [str(error)]
+    return []
+
+
 def check_trainer_args(job: Job) -> None:
     """Refuse in train.trainer_args what SFTConfig does not know or take, and what the recipe or the plan decides: a RecipeError."""
     known = {field.name for field in fields(SFTConfig) if field.init}
@@ -222,9 +238,17 @@ def check_trainer_args(job: Job) -> None:
         elif name == "loss_type" and value not in ("nll", "dft"):
             # SFTConfig takes any; the trainer refuses them after the weights are loaded.
             lines.append(f"loss_type: must be `nll` or `dft`, got {value!r}")
+        elif name == "tf32" and value and job.hardware.gpu is None:
+            lines.append("tf32: needs a GPU")
         elif isinstance(value, float) and not isfinite(value):
             lines.append(f"{name}: must be a finite number, got {value}")
-    lines = lines or _wrong_types(job.recipe.train.trainer_args) or _refused_by_loader(job.recipe.train.trainer_args)
+    extra = job.recipe.train.trainer_args
+    lines = (
+        lines
+        or _wrong_types(extra)
+        or _refused_by_loader(extra)
+        or (_refused_by_configuration(extra, job.hardware.gpu is None) if extra else [])
+    )
     if lines:
         raise RecipeError("\n  ".join(["train.trainer_args:", *lines]))
 

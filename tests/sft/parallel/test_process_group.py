@@ -9,9 +9,11 @@ from torch.distributed import distributed_c10d
 
 from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, DataError, LostRank, PlanError
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import is_rank_0, job_hardware, reporting_lost_ranks, settle_environment
+from sft.parallel.process_group import check_devices, is_rank_0, job_hardware, reporting_lost_ranks, settle_environment
+from sft.plan.hardware import detect_hardware
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
+from tests.fake_nvml import Device, FakeNvml
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] "
 SEND = GLOO + "Timed out waiting 20000ms for send operation to complete"
@@ -135,3 +137,21 @@ def test_a_lost_rank_is_one_message_with_rank_step_timeout_reason_and_remedy(
 def test_a_bug_stays_a_bug(recipe: Recipe) -> None:
     with pytest.raises(RuntimeError, match="shape"), reporting_lost_ranks(recipe, "it ran"):
         raise RuntimeError("shape mismatch")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "words"),
+    [
+        (None, "580.65.06", "a build without CUDA"),
+        ("13.0", "550.54.15", "driver 550.54.15.* CUDA 13.0, which needs driver 580 or newer"),
+        ("12.6", "550.54.15", "CUDA 12.6, and does not start"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_named_with_its_driver(
+    cuda: str | None, driver: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeNvml([Device("GPU-aaaa")], driver=driver).install(monkeypatch)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    hardware = detect_hardware(1, 1)
+    with pytest.raises(PlanError, match=f"{words}.*README.md"):
+        check_devices(hardware)

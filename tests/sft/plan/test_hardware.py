@@ -1,35 +1,36 @@
 import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from sft.errors import PlanError
 from sft.launch.prepare import worker_count
 from sft.launch.topology import read_topology
-from sft.plan.hardware import cpu_cores, cpu_memory_gib, described_hardware, detect_hardware, visible_gpus
+from sft.plan.hardware import (
+    check_visible_gpus,
+    cpu_cores,
+    cpu_memory_gib,
+    described_hardware,
+    detect_hardware,
+    visible_gpus,
+)
+from tests.fake_nvml import GIB, Device, FakeNvml
 
 Machine = Callable[..., None]
 
-TWO = (
-    "0, GPU-aaaa-1111, NVIDIA H100 80GB HBM3, 81559, 9.0",
-    "1, GPU-bbbb-2222, NVIDIA H100 80GB HBM3, 40960, 9.0",
-)
+TWO = (Device("GPU-aaaa-1111"), Device("GPU-bbbb-2222", memory=40 * GIB))
+SLICES = [Device("MIG-1111", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 * GIB), Device("MIG-2222", "other", 10 * GIB)]
+DIVIDED = (Device("GPU-aaaa-1111", slices=SLICES), Device("GPU-bbbb-2222", slices=[]))
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine whose nvidia-smi prints these lines; none at all without lines."""
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with these GPUs, or whose driver fails to start."""
 
-    def build(*lines: str, status: int = 0) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if lines or status:
-            program = tmp_path / "nvidia-smi"
-            echoes = "".join(f"echo '{line}'\n" for line in lines)
-            program.write_text(f"#!/bin/sh\n{echoes}exit {status}\n")
-            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    def build(*devices: Device, init: int | None = None) -> None:
+        FakeNvml(list(devices), init).install(monkeypatch)
 
     return build
 
@@ -55,9 +56,59 @@ def test_only_the_gpus_that_cuda_would_show_are_counted(
     assert len(visible_gpus()) == count
 
 
+@pytest.mark.parametrize(
+    ("visible", "memories"),
+    [
+        (None, [40]),
+        ("MIG-2222", [10]),
+        ("MIG-GPU-aaaa-1111/1/0", [40]),
+        ("0", [40]),
+        ("1", [80]),
+        ("1,0", [40]),
+        ("MIG-9", []),
+    ],
+)
+def test_of_divided_gpus_there_is_one_slice(
+    visible: str | None, memories: list[int], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(*DIVIDED)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.memory_gib for gpu in visible_gpus()] == memories
+
+
+def test_several_slices_for_one_process_are_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(*DIVIDED)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1111,MIG-2222")
+    with pytest.raises(PlanError, match=r"CUDA_VISIBLE_DEVICES=MIG-1111,MIG-2222.*Name one slice"):
+        check_visible_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
+    check_visible_gpus()
+
+
+@pytest.mark.parametrize("why", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_a_machine_without_a_driver_has_no_gpus(why: int, machine: Machine) -> None:
+    machine(*TWO, init=why)
+    assert visible_gpus() == []
+
+
+def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training would start on the CPU."""
+    machine(*TWO, init=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)  # it was updated, and the machine was not restarted
+    with pytest.raises(PlanError, match="does not list its GPUs"):
+        visible_gpus()
+    machine(TWO[0], Device("GPU-cccc", lost=True))
+    with pytest.raises(PlanError, match=r"lost.*CUDA_VISIBLE_DEVICES="):
+        visible_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
 def test_a_gpu_that_shares_the_memory_of_the_machine_is_a_gpu(machine: Machine) -> None:
     """Its driver has no number to tell."""
-    machine("0, GPU-cccc-3333, NVIDIA GB10, [N/A], 12.1")
+    machine(Device("GPU-cccc-3333", "NVIDIA GB10", None, (12, 1)))
     (gpu,) = visible_gpus()
     assert (gpu.name, gpu.compute_capability) == ("NVIDIA GB10", 12.1)
     assert gpu.memory_gib > 0
@@ -93,9 +144,6 @@ def test_a_machine_in_words(words: str, ranks: int, per_node: int, memory: int, 
 def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
     with pytest.raises(PlanError, match=rf"--on {re.escape(words)}: .* for example 8x80GB"):
         described_hardware(words)
-
-
-GIB = 2**30
 
 
 @pytest.mark.parametrize(
