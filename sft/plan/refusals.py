@@ -9,6 +9,7 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.layers import kernels_problem
 from sft.plan.optimizer import optimizer_refusals
 from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Plan
@@ -131,11 +132,9 @@ def _layers(case: Case) -> Iterator[str]:
             f"model.compile=true, and {case.file} is ZeRO-3, which gathers each weight by hooks inside the layers: they would be compiled "
             "in many pieces. Set model.compile=false, or train.deepspeed=zero2."
         )
-    if model.compile and case.plan.kernels.value == "liger":
-        yield (
-            "model.compile=true and model.kernels=liger: both fuse the layers' operations, and together they are untested. Set "
-            "model.kernels=none, or model.compile=false."
-        )
+    unfit = case.hardware.gpu is not None and kernels_problem(case.recipe, case.hardware, case.model)
+    if model.kernels == "liger" and unfit:
+        yield f"model.kernels=liger, and {unfit}. Set model.kernels=auto."
     where, why = "", ""
     if mode == "selective" and case.plan.attention.value == "eager":
         where, why = "model.attn_implementation=eager", "its attention is not one operator"
@@ -274,7 +273,6 @@ def _tensor_parallel(case: Case) -> Iterator[str]:
         "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
         "model.freeze (leave it out)": bool(recipe.model.freeze),
         "model.compile (set it to false)": recipe.model.compile,
-        "model.kernels=liger (set model.kernels=none)": case.plan.kernels.value == "liger",
         "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
     }
     if found := ", ".join(name for name, is_set in switches.items() if is_set):
