@@ -124,7 +124,7 @@ LLAMA_FACTORY = (
                 "auto": "auto",
                 "disabled": "eager",
             },
-            "enable_liger_kernel": {"true": "liger", "false": "none"},
+            "enable_liger_kernel": {"true": "auto", "false": "none"},
             "disable_gradient_checkpointing": {"true": False, "false": "auto"},
             "train_on_prompt": {"true": "all", "false": "auto"},
             "mask_history": {"true": "last_assistant", "false": "auto"},

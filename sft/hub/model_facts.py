@@ -30,6 +30,13 @@ BLIND_MASKS = frozenset("afmoe biogpt bloom falcon gpt_oss granitemoehybrid mpt 
 MASKS_ALONE = frozenset("blt doge phimoe qwen2_moe".split())
 """Types whose attention function is not given the window that their mask has."""
 
+LIGER_TYPES = frozenset(
+    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text glm4 gpt_oss granite "
+    "hunyuan_v1_dense hunyuan_v1_moe llama llama4 llama4_text ministral mistral mixtral mllama mllama_text_model nemotron olmo2 olmo3 "
+    "phi3 qwen2 qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next smollm3".split()
+)
+"""Types whose layers Liger replaces. Importing Liger to find out would take three seconds. Not qwen3_5_moe: 0.8.5 knows and fails on it."""
+
 _ATTENTION_LAYERS = frozenset(f"{kind}_attention" for kind in ("full", "sliding", "chunked", "indexed")) | {"attention"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -126,6 +133,9 @@ class ModelFacts:
 
     quantization: str | None = None
     """The method by which the stored weights are quantized, as config.json names it: bitsandbytes, fp8, mxfp4."""
+
+    has_liger: bool | None = None
+    """Whether Liger replaces layers of the class that loads."""
 
     commit: str | None = None
     """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
@@ -312,13 +322,18 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
         flops=model_flops(model) if model else None,
         commit=commit,
         rope_type=_rope_type(config),
+        has_liger=_is_of_transformers(model) and model.config.model_type in LIGER_TYPES,
         **{name: _value(config, name) for name in same},
     )
 
 
+def _is_of_transformers(model: Any) -> bool:
+    return type(model).__module__.startswith("transformers.")
+
+
 def read_architecture(model: Any, config: Any) -> Architecture | None:
     """How an empty model attends, from its class's flags, its text configuration and its layers; None for code of its own."""
-    if not type(model).__module__.startswith("transformers."):
+    if not _is_of_transformers(model):
         return None
     heads, hidden, latent = (_value(config, name) for name in ("num_attention_heads", "hidden_size", "v_head_dim"))
     head_dim = _value(config, "head_dim") or (hidden // heads if heads and hidden else None)

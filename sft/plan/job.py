@@ -64,6 +64,7 @@ class Job:
 OPEN = {
     "precision": ("train", "precision"),
     "attention": ("model", "attn_implementation"),
+    "kernels": ("model", "kernels"),
     "gradient_checkpointing": ("train", "gradient_checkpointing"),
     "micro_batch_size": ("train", "micro_batch_size"),
 }
@@ -92,7 +93,8 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
             f"This run resumes with what it was started with ({values}) where the recipe says auto, and this machine cannot: {error} "
             "Resume on a machine like the first, or start a new run with train.resume=never."
         ) from None
-    decisions = {name: Decision(value, REASON) for name, value in kept.items()}
+    # On a CPU there are no kernels, and no value to keep.
+    decisions = {name: Decision(value, REASON) for name, value in kept.items() if getattr(plan, name).value == value}
     same = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
     if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
         # It also follows from the memory of the machine.

@@ -65,7 +65,7 @@ def resolve_plan(
         quantization=resolve_quantization(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
-        kernels=resolve_kernels(recipe, hardware),
+        kernels=resolve_kernels(recipe, hardware, model),
         compile=resolve_compile(recipe),
         gradient_checkpointing=resolve_checkpointing(recipe, hardware, deepspeed, tuned),
         global_batch_size=batch,

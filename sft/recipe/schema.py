@@ -105,8 +105,9 @@ class Model(Section):
     """Attention function. `varlen`: attends within each packed document; needs nothing installed. `auto`: flash-attn where it is installed
     and runs, else varlen, else sdpa with a mask over the whole pack; the plan gives the reason."""
 
-    kernels: Annotated[Literal["liger", "none"], _ROUNDING] = "liger"
-    """Liger's fused RMSNorm, RoPE and SwiGLU layers; on a GPU only."""
+    kernels: Annotated[Literal["auto", "liger", "none"], _ROUNDING] = "auto"
+    """Liger's fused norms, rotary embedding and MLP. `auto`: on a GPU, where Liger has kernels for the model type; the plan gives the
+    reason where not."""
 
     compile: Annotated[bool, _ROUNDING] = False
     """Apply torch.compile to each decoder layer: faster steps after a minute or more at the start. Not with Liger or ZeRO-3."""

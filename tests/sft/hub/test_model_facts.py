@@ -170,3 +170,17 @@ def test_a_window_counts_where_layers_have_it(
 )
 def test_which_heads_flash_attention_computes(width: int | None, values: int | None, fits: bool) -> None:
     assert Architecture(head_dim=width, value_head_dim=values).one_kernel == fits
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        *((kind, True) for kind in ("qwen2", "llama", "gemma3_text")),
+        *((kind, False) for kind in ("gpt2", "opt", "gpt_neox", "falcon", "stablelm", "starcoder2")),
+    ],
+)
+def test_types_that_liger_has_kernels_for(
+    kind: str, expected: bool, change: Callable[..., Path], make_recipe: MakeRecipe
+) -> None:
+    facts = inspect_model(make_recipe(f"model.name_or_path={change(model_type=kind)}"))
+    assert facts.has_liger is expected
