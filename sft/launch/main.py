@@ -29,6 +29,7 @@ from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import check_rendezvous, clear_environment
 from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_result, is_tuned
+from sft.parallel.process_group import settle_allocator
 from sft.plan.hardware import cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
@@ -69,6 +70,7 @@ def _recipe_of(word: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
 def start(word: str, overrides: Sequence[str], preflight: bool = False, max_restarts: int = 0) -> None:
     """Check a recipe or a run's folder, and train it: in this process if one is enough, else in one process for each GPU."""
     check_installed()
+    settle_allocator()
     recipe, overrides = _recipe_of(word, overrides)
     check_started_once()
     checked, topology = checked_recipe_and_topology(recipe, overrides)

@@ -209,7 +209,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def doing(self) -> str:
         """What the ranks do, as a phrase after "while"."""
-        return f"step {self.state.global_step + 1} was trained"
+        return f"step {self.state.global_step + 1} was trained ({self.progress.phase})"
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward pass of a micro-batch; its loss, for the mean over ranks that is logged."""
