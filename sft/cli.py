@@ -61,6 +61,14 @@ def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
+def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    on = click.option("--on", metavar="8x80GB|8xH100", help="Plan for GPUs that are not here, by memory or name.")
+    price = click.option(
+        "--price", metavar="2.5", type=float, help="Plan what the training costs at this price of a GPU-hour."
+    )
+    return on(price(command))
+
+
 @click.group(no_args_is_help=True)
 def sft() -> None:
     """Supervised fine-tuning from one recipe file."""
@@ -96,7 +104,7 @@ def init(
 @sft.command(**COMMAND)
 @_recipe_arguments
 @click.option("--plan", "plans", is_flag=True, help="Print every decision with its reason, and stop.")
-@click.option("--on", metavar="8x80GB", help="With --plan: plan for other GPUs than this machine's.")
+@_plan_options
 @click.option("--preflight", is_flag=True, help="Check all nodes and processes of the job, and stop.")
 @click.option("--prepare", "prepares", is_flag=True, help="Prepare the data for a later start, and stop.")
 @click.option(
@@ -113,6 +121,7 @@ def train(
     words: tuple[str, ...],
     plans: bool,
     on: str | None,
+    price: float | None,
     preflight: bool,
     prepares: bool,
     rows: int | None,
@@ -135,8 +144,8 @@ def train(
     from sft.launch.main import show_plan, start
 
     recipe, overrides = recipe_and_overrides(words)
-    if plans or on:
-        show_plan(recipe, overrides, on)
+    if plans or on or price is not None:
+        show_plan(recipe, overrides, on, price)
     elif prepares or rows is not None:
         _look_at_data(recipe, overrides, rows)
     else:
@@ -145,17 +154,18 @@ def train(
 
 @sft.command(**COMMAND)
 @_recipe_arguments
-@click.option("--on", metavar="8x80GB", help="Plan for other GPUs than this machine's.")
-def plan(words: tuple[str, ...], on: str | None) -> None:
+@_plan_options
+def plan(words: tuple[str, ...], on: str | None, price: float | None) -> None:
     """Print every decision with its reason. Starts nothing.
 
     \b
       sft plan recipes/qwen3b.yaml
       sft plan recipes/qwen3b.yaml --on 8x80GB
+      sft plan recipes/qwen3b.yaml --on 8xH100 --price 2.5
     """
     from sft.launch.main import show_plan
 
-    show_plan(*recipe_and_overrides(words), on)
+    show_plan(*recipe_and_overrides(words), on, price)
 
 
 @sft.command(**COMMAND)
