@@ -183,3 +183,17 @@ def test_a_name_that_can_be_nothing_is_refused_without_the_hub(name: str, words:
         model_path(recipe)
     with pytest.raises(DataError, match=words):
         source_files(recipe.sources[0], recipe.output_dir)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        *((kind, True) for kind in ("qwen2", "llama", "gemma3_text")),
+        *((kind, False) for kind in ("gpt2", "opt", "gpt_neox", "falcon", "stablelm", "starcoder2")),
+    ],
+)
+def test_types_that_liger_has_kernels_for(
+    kind: str, expected: bool, change: Callable[..., Path], make_recipe: MakeRecipe
+) -> None:
+    facts = inspect_model(make_recipe(f"model.name_or_path={change(model_type=kind)}"))
+    assert facts.has_liger is expected
