@@ -62,7 +62,9 @@ def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    on = click.option("--on", metavar="8x80GB|8xH100", help="Plan for other GPUs than this machine's, by memory or name.")
+    on = click.option(
+        "--on", metavar="8x80GB|8xH100", help="Plan for other GPUs than this machine's, by memory or name."
+    )
     price = click.option(
         "--price", metavar="2.5", type=float, help="Plan what training costs at this price per GPU-hour."
     )
