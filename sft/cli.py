@@ -62,9 +62,11 @@ def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    on = click.option("--on", metavar="8x80GB|8xH100", help="Plan for GPUs that are not here, by memory or name.")
+    on = click.option(
+        "--on", metavar="8x80GB|8xH100", help="Plan for other GPUs than this machine's, by memory or name."
+    )
     price = click.option(
-        "--price", metavar="2.5", type=float, help="Plan what the training costs at this price of a GPU-hour."
+        "--price", metavar="2.5", type=float, help="Plan what training costs at this price per GPU-hour."
     )
     return on(price(command))
 
