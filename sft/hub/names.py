@@ -59,7 +59,7 @@ def is_on_hub(source: Source) -> bool:
 def hub_id_problem(name: str) -> str | None:
     """Why a name that is no path here can be no id on the hub either; None where it can."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(name)

@@ -179,9 +179,9 @@ def check_adapters(model: Model, empty: Any) -> None:
     problems = list(_cannot_save(model, empty))
     count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
     if absent := [number for number in lora.layers_to_transform if count is not None and number >= count]:
-        layers = ", ".join(map(str, absent))
+        numbers = ", ".join(map(str, absent))
         problems.append(
-            f"model.lora.layers_to_transform: the model has no layer {layers}; it has {count}, numbered from 0."
+            f"model.lora.layers_to_transform: the model has no layer {numbers}; it has {count}, numbered from 0."
         )
         raise ModelError("\n".join(problems))
     try:
