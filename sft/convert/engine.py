@@ -98,11 +98,10 @@ def fsdp(c: Conversion) -> None:
 
 
 def compiled(c: Conversion, key: str) -> None:
-    """Convert torch.compile, which works without Liger's layers only."""
+    """Convert torch.compile, where it works."""
     if not c.has(key) or not is_true(c.get(key)):
         return
     if "model.quantization" in c.settings or str(c.settings.get("train.deepspeed")).startswith("zero3"):
         c.drop(key, "model.compile does not work with quantized weights, nor with ZeRO-3")
     else:
         c.change(key, "model.compile", True, "each decoder layer is compiled, instead of Liger's layers")
-        c.settings["model.kernels"] = "none"

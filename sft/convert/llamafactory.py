@@ -77,7 +77,7 @@ _V1 = """
 model -> model.name_or_path
 model_class -- a causal language model is all there is
 train_dataset -> data.train -- a list of datasets in a file of LLaMA-Factory: write the files or hub ids that it names
-custom_chat_template -> model.chat_template -- text in the file becomes a .jinja file beside the recipe
+custom_chat_template -> model.chat_template -- text in the file becomes a .jinja file next to the recipe
 micro_batch_size -> train.global_batch_size -- per GPU; a recipe states the batch over all GPUs, so --gpus is needed
 global_batch_size -> train.global_batch_size
 peft_config.name -> model.lora -- adapters are trained where model.lora is given; final/ is the merged model
@@ -124,7 +124,7 @@ LLAMA_FACTORY = (
                 "auto": "auto",
                 "disabled": "eager",
             },
-            "enable_liger_kernel": {"true": "liger", "false": "none"},
+            "enable_liger_kernel": {"true": "auto", "false": "none"},
             "disable_gradient_checkpointing": {"true": False, "false": "auto"},
             "train_on_prompt": {"true": "all", "false": "auto"},
             "mask_history": {"true": "last_assistant", "false": "auto"},

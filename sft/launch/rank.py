@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
     """Train one recipe, as the only process or as one of those that a launcher has started; with --preflight, only compare the ranks."""
     check_rank_variables()
     check_installed()
+    distributed.settle_allocator()
     terminal.start_rank_log()
     words = [word for word in argv if word != PREFLIGHT]
     checked = check_recipe(*parse_command_line(words, "sft.train"), distributed.job_hardware())
@@ -148,12 +149,11 @@ def join(job: Job) -> None:
 def check_with_frameworks(job: Job) -> None:
     """The checks that need the frameworks imported, still before data and weights. Raises UserError."""
     from sft.model.compiled_layers import check_compiler
-    from sft.model.load import check_base, check_kernels
+    from sft.model.load import check_base
     from sft.model.new_tokens import check_new_tokens
     from sft.train.arguments import check_trainer_args
     from sft.train.hooks import own_callbacks
 
-    check_kernels(job)
     check_base(job)
     check_trainer_args(job)
     own_callbacks(job.recipe)

@@ -36,23 +36,6 @@ def weights_dtype(job: Job) -> torch.dtype:
     return DTYPES[job.plan.precision.value] if keeps_own_copy else torch.float32
 
 
-def check_kernels(job: Job) -> None:
-    """Refuse Liger for a model it has no kernels for: it would apply nothing and say so in a debug log only.
-
-    Raises:
-        ModelError: The model's type is unknown to the installed Liger.
-    """
-    kind = job.model.model_type
-    if job.plan.kernels.value != "liger" or kind is None:
-        return
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ModelError(
-            f"model.kernels=liger, and Liger has no kernels for models of type {kind}. Set model.kernels=none."
-        )
-
-
 def check_base(job: Job) -> None:
     """Refuse a model whose weights do not fit its config.json, where they are on this machine, and adapters for layers it has not.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
+from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
@@ -30,12 +31,18 @@ class Job:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
+    data: DataSize | None = None
 
     @property
     def name(self) -> str:
         """The folder of its runs: the recipe's own name, or for a recipe inside a run's folder that of the recipe it came from."""
         inside = self.recipe_path.parent / "run.json"
         return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
+
+    @property
+    def case(self) -> Case:
+        """What time and disk follow from."""
+        return Case(self.recipe, self.hardware, self.model, self.deepspeed, self.plan, self.data)
 
     @property
     def fsdp(self) -> Fsdp | None:
@@ -51,12 +58,13 @@ class Job:
     def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
         """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
-        return replace(self, plan=plan)
+        return replace(self, plan=plan, data=data)
 
 
 OPEN = {
     "precision": ("train", "precision"),
     "attention": ("model", "attn_implementation"),
+    "kernels": ("model", "kernels"),
     "gradient_checkpointing": ("train", "gradient_checkpointing"),
     "micro_batch_size": ("train", "micro_batch_size"),
 }
@@ -85,12 +93,13 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
             f"This run resumes with what it was started with ({values}) where the recipe says auto, and this machine cannot: {error} "
             "Resume on a machine like the first, or start a new run with train.resume=never."
         ) from None
-    decisions = {name: Decision(value, REASON) for name, value in kept.items()}
+    # On a CPU there are no kernels, and no value to keep.
+    decisions = {name: Decision(value, REASON) for name, value in kept.items() if getattr(plan, name).value == value}
     same = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
     if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
         # It also follows from the memory of the machine.
         decisions["gradients"] = Decision(earlier["gradients"], REASON)
-    return replace(job, plan=replace(plan, **decisions))
+    return replace(job, plan=replace(plan, **decisions), data=data)
 
 
 def bytes_per_parameter(job: Job) -> tuple[int, int]:

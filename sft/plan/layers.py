@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sft.errors import PlanError
-from sft.hub.model_facts import Architecture
+from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.plan import Decision, TuningResult, stated
@@ -96,15 +96,30 @@ def _attention_reason(name: str, hardware: Hardware, packing: bool, problems: di
     return f"no sdpa, {problems['sdpa']}{masked}"
 
 
-def resolve_kernels(recipe: Recipe, hardware: Hardware) -> Decision[str]:
-    """`liger` or `none`, as they will run."""
-    reason = stated(recipe.model, "kernels")
-    if recipe.model.kernels == "none":
-        return Decision("none", reason)
-    if hardware.gpu is None:
-        why = f"{reason} asks for liger, whose kernels do not run on a CPU; plain layers give the same result"
+def resolve_kernels(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
+    """`liger` or `none`, as they will run; sft/plan/refusals.py refuses an explicit `liger` that has a problem."""
+    wanted = recipe.model.kernels
+    if wanted == "none":
+        return Decision("none", "the recipe")
+    if wanted == "liger" and hardware.gpu is None:
+        why = "the recipe asks for liger, whose kernels do not run on a CPU; plain layers give the same result"
         return Decision("none", why)
-    return Decision("liger", f"{reason}: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
+    if wanted == "auto" and (problem := kernels_problem(recipe, hardware, model)):
+        return Decision("none", f"auto: {problem}")
+    reason = "auto" if wanted == "auto" else "the recipe"
+    return Decision("liger", f"{reason}: fused norms, rotary embedding and MLP; the loss path is TRL's fused head")
+
+
+def kernels_problem(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> str | None:
+    """Why Liger's layers would not run, or were never compared with plain ones."""
+    size = recipe.train.tensor_parallel_size
+    rows = (
+        (hardware.gpu is None, "Liger's kernels do not run on a CPU"),
+        (model.has_liger is False, f"Liger has no kernels for models of type {model.model_type}"),
+        (recipe.model.compile, "with model.compile=true, which fuses the same operations, Liger's layers are untested"),
+        (size > 1, f"with train.tensor_parallel_size={size} Liger's layers are untested"),
+    )
+    return next((why for applies, why in rows if applies), None)
 
 
 def resolve_compile(recipe: Recipe) -> Decision[bool]:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from sft.errors import PlanError
-from sft.hub.model_facts import ModelFacts
-from sft.plan.deepspeed import DeepSpeedFile
-from sft.plan.hardware import Hardware
+from sft.plan.case import Case
+from sft.plan.layers import kernels_problem
 from sft.plan.optimizer import optimizer_refusals
 from sft.plan.parallelism import resolve_fsdp
-from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
 from sft.plan.rope import positions, rope_refusals
 from sft.plan.schedule import decay_steps
-from sft.recipe.schema import Recipe
 
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Ways to divide a layer that were trained and compared with one process."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a refusal may depend on."""
-
-    recipe: Recipe
-    hardware: Hardware
-    model: ModelFacts
-    deepspeed: DeepSpeedFile | None
-    plan: Plan
-    data: DataSize | None = None
-
-    @property
-    def file(self) -> str:
-        """The DeepSpeed file's name."""
-        return self.deepspeed.path.name if self.deepspeed else ""
 
 
 def refuse(case: Case) -> None:
@@ -131,11 +110,9 @@ def _layers(case: Case) -> Iterator[str]:
             f"model.compile=true, and {case.file} is ZeRO-3, which gathers each weight by hooks inside the layers: they would be compiled "
             "in many pieces. Set model.compile=false, or train.deepspeed=zero2."
         )
-    if model.compile and case.plan.kernels.value == "liger":
-        yield (
-            "model.compile=true and model.kernels=liger: both fuse the layers' operations, and together they are untested. Set "
-            "model.kernels=none, or model.compile=false."
-        )
+    unfit = case.hardware.gpu is not None and kernels_problem(case.recipe, case.hardware, case.model)
+    if model.kernels == "liger" and unfit:
+        yield f"model.kernels=liger, and {unfit}. Set model.kernels=auto."
     where, why = "", ""
     if mode == "selective" and case.plan.attention.value == "eager":
         where, why = "model.attn_implementation=eager", "its attention is not one operator"
@@ -274,7 +251,6 @@ def _tensor_parallel(case: Case) -> Iterator[str]:
         "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
         "model.freeze (leave it out)": bool(recipe.model.freeze),
         "model.compile (set it to false)": recipe.model.compile,
-        "model.kernels=liger (set model.kernels=none)": case.plan.kernels.value == "liger",
         "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
     }
     if found := ", ".join(name for name, is_set in switches.items() if is_set):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sft.hub.model_facts import BLIND_MASKS, ENCODERS, MASKS_ALONE
+from sft.hub.model_facts import BLIND_MASKS, ENCODERS, LIGER_TYPES, MASKS_ALONE
 
 _MASK_CALL = re.compile(r"create_(?:causal|sliding_window_causal)_mask\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _MASK_ARGUMENTS = re.compile(r"mask_kwargs\w* = \{[^}]*position_ids[^}]*\}")
@@ -58,3 +58,26 @@ def test_classes_still_say_what_they_support(flag: str) -> None:
     from transformers import PreTrainedModel
 
     assert getattr(PreTrainedModel, flag) is False
+
+
+FAILING = {"qwen3_5_moe", "qwen3_5_moe_text"}
+
+
+def test_types_whose_layers_liger_replaces_are_known() -> None:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    # A text model within a model of several parts is no entry of its own.
+    loaded = {kind for kind in MODEL_TYPE_TO_APPLY_LIGER_FN if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert loaded | {"mllama_text_model"} == LIGER_TYPES | FAILING
+
+
+@pytest.mark.parametrize("kind", sorted(FAILING))
+def test_types_that_liger_knows_and_fails_on_still_fail(kind: str) -> None:
+    import torch
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+    with pytest.raises(ImportError, match="LigerQwen3_5MoeCausalLMOutputWithPast"):
+        _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)

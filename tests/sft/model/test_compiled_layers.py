@@ -50,8 +50,9 @@ def test_compilation_is_refused_by_name_where_it_is_unsound(make_recipe: MakeRec
     assert resolve_plan(recipe, CPU, model, None, load_deepspeed("zero2")).compile.value is True
     with pytest.raises(PlanError, match=r"zero3\.json is ZeRO-3.*train\.deepspeed=zero2"):
         resolve_plan(recipe, CPU, model, None, load_deepspeed("zero3"))
-    with pytest.raises(PlanError, match=r"model\.kernels=liger.*Set model\.kernels=none"):
-        resolve_plan(recipe, GPU, model)
+    assert resolve_plan(recipe, GPU, model).kernels.value == "none"
+    with pytest.raises(PlanError, match=r"model\.kernels=liger.*Set model\.kernels=auto"):
+        resolve_plan(make_recipe("model.compile=true", "model.kernels=liger"), GPU, model)
 
 
 def test_a_machine_without_a_compiler_is_told_before_the_weights_load(

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from sft.errors import PlanError
-from sft.hub.model_facts import Architecture
+from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan.hardware import Hardware
-from sft.plan.layers import resolve_attention
+from sft.plan.layers import resolve_attention, resolve_kernels
 from tests.sft.plan.machines import MakeRecipe, cpu, gpus
 
 PLAIN = Architecture(head_dim=128)
@@ -114,3 +114,26 @@ def test_a_remedy_is_never_refused_itself(make_recipe: MakeRecipe) -> None:
             for remedy in remedies.groups():
                 resolve_attention(recipes[remedy], hardware, precision, "odd", architecture)
     assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hardware", "has_liger", "expected", "why"),
+    [
+        ("", H100, True, "liger", "auto: fused norms"),
+        ("", H100, None, "liger", "auto: fused norms"),
+        ("", H100, False, "none", "auto: Liger has no kernels for models of type some_type"),
+        ("", CPU, True, "none", "auto: Liger's kernels do not run on a CPU"),
+        ("model.compile=true", H100, True, "none", "auto: with model.compile=true"),
+        ("train.tensor_parallel_size=2", gpus(2), True, "none", "auto: with train.tensor_parallel_size=2"),
+        ("model.kernels=liger", H100, True, "liger", "the recipe: fused norms"),
+        ("model.kernels=liger", CPU, True, "none", "the recipe asks for liger, whose kernels do not run on a CPU"),
+        ("model.kernels=none", H100, True, "none", "the recipe"),
+    ],
+)
+def test_kernels(
+    overrides: str, hardware: Hardware, has_liger: bool | None, expected: str, why: str, make_recipe: MakeRecipe
+) -> None:
+    found = resolve_kernels(
+        make_recipe(*overrides.split()), hardware, ModelFacts("m", "some_type", has_liger=has_liger)
+    )
+    assert (found.value, found.reason.startswith(why)) == (expected, True), found.reason

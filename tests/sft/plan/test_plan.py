@@ -179,13 +179,15 @@ def test_a_resumed_run_keeps_what_the_recipe_leaves_open(make_recipe: MakeRecipe
     job = job_of(make_recipe("train.global_batch_size=64"), gpus())
     here = decisions(job)
     then = here | {"attention": "eager", "precision": "fp32", "gradient_checkpointing": 2, "micro_batch_size": 2}
+    then["kernels"] = "none"
     planned = keep_decisions(job, DATA, then).plan
     found = {name: getattr(planned, name).value for name in then}
     follow = {"gradient_accumulation_steps", "weights", "memory"}
-    opened = {"attention", "precision", "gradient_checkpointing", "micro_batch_size"}
+    opened = {"attention", "kernels", "precision", "gradient_checkpointing", "micro_batch_size"}
     assert {name for name, value in found.items() if value != here[name]} == opened | follow
     assert (planned.gradient_accumulation_steps.value, planned.weights.value) == (32, "fp32")
     assert planned.attention.reason == REASON
+    assert keep_decisions(job_of(job.recipe, cpu()), DATA, decisions(job)).plan.kernels.value == "none"
     # On another number of ranks a micro-batch is another question.
     assert keep_decisions(job_of(job.recipe, gpus(2)), DATA, then).plan.micro_batch_size.value != 2
 
