@@ -93,7 +93,7 @@ def main() -> None:
     adopt_orphans()
     write(
         out,
-        {"part": MACHINE, "text": described(NEEDED[:-1])}
+        {"part": MACHINE, "text": described(["torch", "transformers", "trl", "deepspeed", "liger-kernel"])}
         | ({"gpu": "none: a miniature on the CPU"} if arguments.cpu else gpu()),
     )
     work, begun, failed = Path(tempfile.mkdtemp(prefix="gpu-", dir=arguments.work)), time.monotonic(), []

@@ -121,8 +121,8 @@ def model(bench: Bench) -> Iterator[Row]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from sft.hub.demo import make_demo
-    from sft.model.flops import model_flops
-    from sft.train.speed import PEAK_FLOPS
+    from sft.hub.flops import model_flops
+    from sft.plan.gpus import find_gpu
 
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[bench.gpu]
     config = Qwen2Config(
@@ -139,8 +139,8 @@ def model(bench: Bench) -> Iterator[Row]:
         shutil.copy(demo.model / name, bench.model / name)
     flops = model_flops(made)
     assert flops is not None
-    name = torch.cuda.get_device_name(0) if bench.gpu else ""
-    facts: dict[str, Any] = {"peak": next((rate for part, rate in PEAK_FLOPS.items() if part in name), None)}
+    known = find_gpu(torch.cuda.get_device_name(0) if bench.gpu else "")
+    facts: dict[str, Any] = {"peak": known.bf16_flops if known else None}
     for kind in LENGTHS:
         documents, total = bench.documents(kind), 0.0
         with torch.no_grad():
