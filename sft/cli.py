@@ -61,6 +61,16 @@ def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
+def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    on = click.option(
+        "--on", metavar="8x80GB|8xH100", help="Plan for other GPUs than this machine's, by memory or name."
+    )
+    price = click.option(
+        "--price", metavar="2.5", type=float, help="Plan what training costs at this price per GPU-hour."
+    )
+    return on(price(command))
+
+
 @click.group(no_args_is_help=True)
 def sft() -> None:
     """Supervised fine-tuning from one recipe file."""
@@ -71,17 +81,17 @@ def sft() -> None:
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
 @click.option("--model", metavar="FOLDER|HUB_ID", help="The model to train (default: a small, open one).")
 @click.option("--gpus", metavar="8x80GB", help="The GPUs to write it for (default: this machine).")
-@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, where their names do not say it.")
+@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, if their names do not tell.")
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="The recipe (default: DATA's name)."
 )
 def init(
     data: str, words: tuple[str, ...], model: str | None, gpus: str | None, columns: str | None, output: Path | None
 ) -> None:
-    """Look at a dataset and write a recipe for it that starts, with the reason for each value.
+    """Inspect a dataset and write a ready-to-run recipe, with a reason for each value.
 
-    DATA is a file (.csv, .json, .jsonl, .parquet, .arrow), a folder, a pattern or a dataset on the hub. An eval split and a task of its
-    own go to a folder beside the recipe. A KEY=VALUE of the recipe holds, and what follows from it follows.
+    DATA is a file (.csv, .json, .jsonl, .parquet, .arrow), a folder, a pattern or a dataset on the hub. An eval split and a task made
+    from it go to a folder next to the recipe. KEY=VALUE fixes a key of the recipe; the rest follows from it.
 
     \b
       sft init reviews.csv --model Qwen/Qwen2.5-0.5B
@@ -96,7 +106,7 @@ def init(
 @sft.command(**COMMAND)
 @_recipe_arguments
 @click.option("--plan", "plans", is_flag=True, help="Print every decision with its reason, and stop.")
-@click.option("--on", metavar="8x80GB", help="With --plan: plan for GPUs that are not here.")
+@_plan_options
 @click.option("--preflight", is_flag=True, help="Check all nodes and processes of the job, and stop.")
 @click.option("--prepare", "prepares", is_flag=True, help="Prepare the data for a later start, and stop.")
 @click.option(
@@ -113,6 +123,7 @@ def train(
     words: tuple[str, ...],
     plans: bool,
     on: str | None,
+    price: float | None,
     preflight: bool,
     prepares: bool,
     rows: int | None,
@@ -120,7 +131,7 @@ def train(
 ) -> None:
     """Train a recipe, evaluate base and tuned model, and write a report.
 
-    RECIPE is a YAML file, or the folder of a run: an unfinished run resumes, a finished one is trained again beside the first.
+    RECIPE is a YAML file, or the folder of a run: an unfinished run resumes, a finished one is trained again in a new run.
 
     \b
       sft train recipes/tiny.yaml
@@ -135,8 +146,8 @@ def train(
     from sft.launch.main import show_plan, start
 
     recipe, overrides = recipe_and_overrides(words)
-    if plans or on:
-        show_plan(recipe, overrides, on)
+    if plans or on or price is not None:
+        show_plan(recipe, overrides, on, price)
     elif prepares or rows is not None:
         _look_at_data(recipe, overrides, rows)
     else:
@@ -145,24 +156,25 @@ def train(
 
 @sft.command(**COMMAND)
 @_recipe_arguments
-@click.option("--on", metavar="8x80GB", help="Plan for GPUs that are not here.")
-def plan(words: tuple[str, ...], on: str | None) -> None:
+@_plan_options
+def plan(words: tuple[str, ...], on: str | None, price: float | None) -> None:
     """Print every decision with its reason. Starts nothing.
 
     \b
       sft plan recipes/qwen3b.yaml
       sft plan recipes/qwen3b.yaml --on 8x80GB
+      sft plan recipes/qwen3b.yaml --on 8xH100 --price 2.5
     """
     from sft.launch.main import show_plan
 
-    show_plan(*recipe_and_overrides(words), on)
+    show_plan(*recipe_and_overrides(words), on, price)
 
 
 @sft.command(**COMMAND)
 @_recipe_arguments
 @click.option("-n", "--rows", metavar="N", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
 def show(words: tuple[str, ...], rows: int) -> None:
-    """Show rows as the model gets them, the token ledger and what was found in the data.
+    """Show rows as the model gets them, the token ledger and the findings.
 
     \b
       sft show recipes/tiny.yaml
@@ -194,7 +206,7 @@ def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> No
     "-o", "--output", metavar="RECIPE", type=click.Path(path_type=Path), help="Write the recipe to this file."
 )
 @click.option(
-    "--gpus", metavar="N", type=click.IntRange(1), help="How many GPUs the file was used on, for the global batch."
+    "--gpus", metavar="N", type=click.IntRange(1), help="GPUs that the file was used on, to compute the global batch."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON: tool, carried, changed, dropped.")
 def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> None:
@@ -215,7 +227,7 @@ def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) ->
 @sft.command("eval", **COMMAND)
 @click.argument("words", nargs=-1, required=True, metavar="RUN|MODEL [KEY=VALUE]...", type=click.Path())
 def evaluate(words: tuple[str, ...]) -> None:
-    """Measure a run's base and tuned model alike and compare them, or measure any one model.
+    """Evaluate a run's base and tuned model with the same settings and compare them, or evaluate any one model.
 
     \b
       sft eval outputs/tiny/latest
@@ -235,7 +247,7 @@ def evaluate(words: tuple[str, ...]) -> None:
 @sft.command(**PASSED_ON)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def chat(words: tuple[str, ...]) -> None:
-    """Talk to a run's model, or to any other, in the terminal."""
+    """Chat with a run's model, or any other, in the terminal."""
     # A program of its own: there, Ctrl-C stops an answer and not the program.
     _become("eval.chat.terminal", words)
 
@@ -259,7 +271,7 @@ def _become(module: str, words: Sequence[str]) -> None:
 @click.argument("run_a", type=click.Path())
 @click.argument("run_b", type=click.Path())
 def diff(run_a: str, run_b: str) -> None:
-    """Say what differs between two runs. Exit status: 0 nothing, 1 something.
+    """List what differs between two runs. Exit status: 0 nothing, 1 something.
 
     \b
       sft diff outputs/tiny/latest outputs/tiny/first

@@ -10,7 +10,8 @@
     ├── ExportError      what to export, where to, and how
     ├── PreflightError   the nodes or processes of a job do not fit together
     ├── RanksError       the ranks of a job disagree
-    └── NonfiniteError   a loss or gradient is NaN or infinite
+    ├── NonfiniteError   a loss or gradient is NaN or infinite
+    └── OutOfMemory      a GPU has too little memory for the training
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
     GateFailed           the tuned model fails eval.gate: a sentence for each failure, exit status 3, no traceback
     WrongSave            the saved model is not the model in memory: one message, exit status 1, no traceback
@@ -83,6 +84,10 @@ class RanksError(UserError):
 
 class NonfiniteError(UserError):
     """A loss or gradient that is NaN or infinite."""
+
+
+class OutOfMemory(UserError):
+    """A GPU has too little memory for the training."""
 
 
 class LostRank(ShownError):

@@ -15,9 +15,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from shlex import join
 
 from sft.data.prepared import Prepared
-from sft.errors import EXIT_USER_ERROR
+from sft.errors import EXIT_USER_ERROR, PlanError
 from sft.hub.pins import pinned
 from sft.launch.checks import checked_recipe_and_topology
 from sft.launch.job import command_of, open_job, parse_command_line, plan_job
@@ -35,7 +36,7 @@ RANK = "--rank"  # on the command line: this process is one of those that measur
 def auto_tune(job: Job, prepared: Prepared) -> None:
     """Have as many processes as the training measure, and leave the result for the plan.
 
-    A search that fails says so in its result, and the plan goes by arithmetic.
+    A search that fails says so in its result, and the plan goes by arithmetic. Raises PlanError if memory runs out in each trial.
     """
     file = result_file(job, prepared)
     journal = file.with_suffix(".jsonl")
@@ -54,6 +55,13 @@ def auto_tune(job: Job, prepared: Prepared) -> None:
             print(f"Auto-tuning failed: {reason}. Micro-batch and checkpointing follow from arithmetic.", flush=True)
             write_result(file, job.hardware.device, 0.0, measured, reason)
             return
+    tried, train = read_journal(journal), job.recipe.train
+    if not any(one.seconds_per_token for one in tried):
+        raise PlanError(
+            f"train.micro_batch_size={train.micro_batch_size}, train.gradient_checkpointing={train.gradient_checkpointing}: memory ran out "
+            f"in each trial of auto-tuning ({'; '.join(one.name for one in tried)}), so this training does not fit on "
+            f"{job.hardware.device}. `sft plan {join(command_of(job))} --fit` lists the smallest changes that make it fit; docs/memory.md."
+        )
 
 
 def _run_ranks(program: Sequence[str]) -> int:
@@ -88,6 +96,7 @@ def measure(job: Job) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Tune for a recipe and print the result; or measure, as one of the ranks."""
+    distributed.settle_allocator()
     if RANK in argv:
         words = [word for word in argv if word != RANK]
         measure(open_job(*parse_command_line(words, "sft.launch.auto_tune"), distributed.job_hardware()))

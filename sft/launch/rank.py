@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
     """Train one recipe, as the only process or as one of those that a launcher has started; with --preflight, only compare the ranks."""
     check_rank_variables()
     check_installed()
+    distributed.settle_allocator()
     terminal.start_rank_log()
     words = [word for word in argv if word != PREFLIGHT]
     checked = check_recipe(*parse_command_line(words, "sft.train"), distributed.job_hardware())

@@ -39,6 +39,7 @@ from sft.plan.precision import resolve_gradients
 from sft.run.directory import Run
 from sft.train.arguments import training_arguments
 from sft.train.batches import Sequences
+from sft.train.out_of_memory import is_out_of_memory
 from sft.train.trainer import build_trainer, engine_callbacks
 
 
@@ -66,8 +67,7 @@ def to_measure(job: Job) -> Job:
 
 def did_not_fit(error: BaseException) -> bool:
     """Whether memory ran out, on a GPU or on the machine."""
-    signs = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in signs)
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error) or is_out_of_memory(error)
 
 
 class _Memory:

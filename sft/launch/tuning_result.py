@@ -126,8 +126,12 @@ def _expected_use(smaller: Sequence[Trial], size: int) -> float:
 
 
 def choose(measured: Sequence[Trial], limit: float) -> Trial | None:
-    """The fastest trial that fits; of several as fast, the one that takes least memory."""
+    """The fastest trial that fits; of several as fast, the one that takes least memory. If none fits, the one that used least."""
     fitting = [one for one in measured if one.fits(limit)]
+    if not fitting:
+        return min(
+            (one for one in measured if one.seconds_per_token is not None), key=lambda one: one.used, default=None
+        )
     best = min((one.seconds_per_token or 0.0 for one in fitting), default=0.0)
     as_fast = [one for one in fitting if (one.seconds_per_token or 0.0) <= best * (1 + _FASTER)]
     return min(as_fast, key=lambda one: one.used, default=None)

@@ -48,6 +48,15 @@ def environment_without_launcher() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in LAUNCHED and not name.startswith(prefixes)}
 
 
+def settle_allocator() -> None:
+    """Have torch's allocator map more memory behind a segment instead of adding segments, so that less of a GPU is lost to fragments.
+
+    Call it before torch is imported, since it reads this once. Keeps what the user has set, under the older name too.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
     """Make the libraries log and compare more. Keeps what the user has set."""
     values = {

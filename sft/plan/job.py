@@ -10,6 +10,7 @@ from typing import Any
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
+from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
@@ -30,12 +31,18 @@ class Job:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
+    data: DataSize | None = None
 
     @property
     def name(self) -> str:
         """The folder of its runs: the recipe's own name, or for a recipe inside a run's folder that of the recipe it came from."""
         inside = self.recipe_path.parent / "run.json"
         return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
+
+    @property
+    def case(self) -> Case:
+        """What time and disk follow from."""
+        return Case(self.recipe, self.hardware, self.model, self.deepspeed, self.plan, self.data)
 
     @property
     def fsdp(self) -> Fsdp | None:
@@ -51,7 +58,7 @@ class Job:
     def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
         """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
-        return replace(self, plan=plan)
+        return replace(self, plan=plan, data=data)
 
 
 OPEN = {
@@ -92,7 +99,7 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
     if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
         # It also follows from the memory of the machine.
         decisions["gradients"] = Decision(earlier["gradients"], REASON)
-    return replace(job, plan=replace(plan, **decisions))
+    return replace(job, plan=replace(plan, **decisions), data=data)
 
 
 def bytes_per_parameter(job: Job) -> tuple[int, int]:

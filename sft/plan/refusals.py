@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from sft.errors import PlanError
-from sft.hub.model_facts import ModelFacts
-from sft.plan.deepspeed import DeepSpeedFile
-from sft.plan.hardware import Hardware
+from sft.plan.case import Case
 from sft.plan.layers import kernels_problem
 from sft.plan.optimizer import optimizer_refusals
 from sft.plan.parallelism import resolve_fsdp
-from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
 from sft.plan.rope import positions, rope_refusals
 from sft.plan.schedule import decay_steps
-from sft.recipe.schema import Recipe
 
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Ways to divide a layer that were trained and compared with one process."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a refusal may depend on."""
-
-    recipe: Recipe
-    hardware: Hardware
-    model: ModelFacts
-    deepspeed: DeepSpeedFile | None
-    plan: Plan
-    data: DataSize | None = None
-
-    @property
-    def file(self) -> str:
-        """The DeepSpeed file's name."""
-        return self.deepspeed.path.name if self.deepspeed else ""
 
 
 def refuse(case: Case) -> None:

@@ -23,6 +23,7 @@ from sft.train.eval_loss import eval_loss_of
 from sft.train.faults import Faults
 from sft.train.hooks import own_callbacks
 from sft.train.metrics import Metrics
+from sft.train.out_of_memory import reporting_out_of_memory
 from sft.train.profiling import Profile
 from sft.train.runtime_check import RuntimeCheck
 from sft.train.stopping import Stopping, leave_where_stopped
@@ -55,13 +56,15 @@ def train(
         name_debug_files(run, distributed.rank())
     sequences = training_sequences(job, prepared, tokenizer)
     arguments = training_arguments(job, run)
-    model = load_model(job, tokenizer)
+    with reporting_out_of_memory(job, "the model was loaded"):
+        model = load_model(job, tokenizer)
     if distributed.is_rank_0():
         run.warn("generation", *model.generation_notes)
         for note in model.generation_notes:
             print(f"Warning: {note}", flush=True)
     stopping, faults = Stopping(run, recipe), Faults(job, run, sequences, tokenizer)
-    trainer = build_trainer(job, arguments, model, tokenizer, sequences, stopping, faults, resume_plan)
+    with reporting_out_of_memory(job, "the engine was built"):
+        trainer = build_trainer(job, arguments, model, tokenizer, sequences, stopping, faults, resume_plan)
     watchdog = Watchdog(trainer.progress, run, distributed.rank(), job.hardware.ranks, recipe.train.ddp_timeout)
     verification = SaveVerification(trainer, job, run, tokenizer) if recipe.train.save_canary else None
     evaluation = make_evaluation(trainer) if make_evaluation is not None else None
@@ -72,7 +75,8 @@ def train(
     if distributed.is_rank_0():
         open_trackers(trainer, run, choice.step)
     started = time.monotonic()
-    with distributed.reporting_lost_ranks(recipe, trainer.doing, run, watchdog.stacks):
+    lost = distributed.reporting_lost_ranks(recipe, trainer.doing, run, watchdog.stacks)
+    with lost, reporting_out_of_memory(job, trainer.doing, trainer):
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
     step = trainer.state.global_step
     leave_where_stopped(job, stopping, step)
@@ -82,7 +86,8 @@ def train(
         )
         run.warn("callbacks", None if best else ended)
     seconds = time.monotonic() - started
-    with distributed.reporting_lost_ranks(recipe, "final/ was written", run):
+    lost = distributed.reporting_lost_ranks(recipe, "final/ was written", run)
+    with lost, reporting_out_of_memory(job, "final/ was written", trainer):
         if best is not None:
             best.load()
         write_final(trainer, job, run, tokenizer, verification.verify_final if verification else None)

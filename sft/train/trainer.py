@@ -15,9 +15,9 @@ from sft.checkpoint.resume import ResumePlan
 from sft.checkpoint.trainer import CheckpointingTrainer, ResumedSettings
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError
+from sft.hub.flops import model_flops
 from sft.model.adapters import add_adapters, lora_config, show_head, untrained_rows
 from sft.model.compiled_layers import compile_layers
-from sft.model.flops import model_flops
 from sft.model.frozen import freeze
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
@@ -209,7 +209,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def doing(self) -> str:
         """What the ranks do, as a phrase after "while"."""
-        return f"step {self.state.global_step + 1} was trained"
+        return f"step {self.state.global_step + 1} was trained ({self.progress.phase})"
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward pass of a micro-batch; its loss, for the mean over ranks that is logged."""

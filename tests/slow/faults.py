@@ -58,9 +58,19 @@ def make_a_mistake() -> None:
     raise ModelError("a mistake made by the test")
 
 
+def run_out_of_memory() -> None:
+    """As torch says it, of a GPU."""
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.06 GiB is free. Process 7 has "
+        "78.03 GiB memory in use. Of the allocated memory 74.80 GiB is allocated by PyTorch, and 1.90 GiB is reserved by PyTorch but "
+        "unallocated."
+    )
+
+
 ACTIONS = {
     "raise": fail,
     "mistake": make_a_mistake,
+    "out of memory": run_out_of_memory,
     "hang": hang_in_python,
     "hang in C": hang_in_c,
     "signals": be_signalled_twice,

@@ -66,19 +66,25 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(recipe: Path, c
     assert all(f"the fastest of {len(measured)} trials" in reason for reason in reasons)
 
 
-def test_a_trial_that_runs_out_of_memory_is_a_result_and_tuning_continues(
+def test_trials_that_all_run_out_of_memory_refuse_the_training_in_one_message(
     recipe: Path, command: Command, ranks: Ranks
 ) -> None:
     ranks.run(1, ["sft.launch.prepare", recipe, "data.pack_length=512"])
     # A forward pass of 64 packs of 512 tokens needs far more than this under sdpa's mask.
     words = f"ulimit -v 4500000; exec {sys.executable} -m sft.launch.auto_tune {recipe} data.pack_length=512 train.micro_batch_size=64 "
     words += "model.attn_implementation=sdpa "
-    done = command(["bash", "-c", words + "train.global_batch_size=64"])
+    done = command(["bash", "-c", words + "train.global_batch_size=64"], expect=2)
     assert done.stdout.count("does not fit") == 1
     assert done.stdout.count("-m sft.launch.auto_tune --rank") == 2
     found = answer(recipe)
     assert [one["seconds_per_token"] for one in found["measured"]] == [None]
-    assert found["failed"] == "nothing that was tried fits"
+    assert (found["chosen"], found["failed"]) == (None, "nothing that was tried fits")
+    assert (
+        done.stderr.count("train.micro_batch_size=64, train.gradient_checkpointing=auto: memory ran out in each trial")
+        == 1
+    )
+    assert f"`sft plan {recipe} data.pack_length=512" in done.stderr and "--fit`" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_auto_tuning_whose_processes_die_ends_and_says_why(recipe: Path, start: Start, ranks: Ranks) -> None:

@@ -107,6 +107,7 @@ def test_of_two_as_fast_the_smaller_is_chosen_and_none_that_does_not_fit() -> No
     assert choose([large, small, much, failed], 8 * GIB) == small
     assert choose([large, small, much, failed], 9 * GIB) == much
     assert choose([failed], 9 * GIB) is None
+    assert choose([large, small, failed], 1.0) == small
 
 
 def test_the_journal_keeps_types_skips_a_cut_line_and_believes_the_rank_without_memory(tmp_path: Path) -> None:

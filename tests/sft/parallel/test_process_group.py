@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +62,26 @@ def test_one_process_that_a_launcher_started_is_a_process_by_itself(monkeypatch:
         monkeypatch.setenv(name, value)
     settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
     assert {*of_group, "WORLD_SIZE"} <= set(os.environ)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_torchs_allocator_has_expandable_segments_unless_the_user_says_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # put back at the end
+    for one in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(one, raising=False)
+    distributed.settle_allocator()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    distributed.settle_allocator()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if name == "PYTORCH_ALLOC_CONF" else None)
+
+
+def test_the_launcher_and_the_ranks_settle_it_before_torch_is_imported() -> None:
+    program = "import sys, sft.launch.rank, sft.launch.main, sft.launch.auto_tune; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_one_process_started_by_hand_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from sft.data.packing import pack
 from sft.data.prepare import prepare
 from sft.data.store import DOCUMENT, DocumentStore, DocumentWriter, SequenceIndex
 from sft.hub.demo import Demo
+from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import inspect_model
-from sft.model.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.parallel.sequence import PartOfSequences
 from sft.recipe.schema import Recipe
 from sft.train.batches import CONTENTS, Accounted, Contents, Sequences, StepOrder, Work, WorkSum, contents_of
