@@ -1,4 +1,4 @@
-"""Liger's layers compute what plain ones do: its Triton kernels in the interpreter, on a CPU, through our own loading and the whole trainer.
+"""Liger's layers compute what plain ones do: its Triton kernels on a CPU, in the interpreter, through our loading and the whole trainer.
 
 The interpreter lacks what the kernels take from the GPU's libraries, so a copy of the installed package is edited here: tanh and rsqrt by
 Triton's own operators, and no conversion of scalars that are Python numbers there.
