@@ -1,4 +1,4 @@
-"""Estimates what a run writes to output_dir: checkpoints, final/ and the prepared data. Arithmetic; some weights take less than it says."""
+"""Estimates what a run writes to output_dir: checkpoints, final/ and the prepared data. Arithmetic; small files are not counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def resolve_disk(case: Case) -> Decision[str | None]:
     found = estimate_disk(case)
     if found is None:
         return Decision(None, "the model's size is not known before it is downloaded")
-    return Decision(in_words(found.total), f"at most, in output_dir: {found.words}")
+    return Decision(in_words(found.total), f"about, in output_dir: {found.words}")
 
 
 def estimate_disk(case: Case, there: int = 0) -> DiskEstimate | None:
