@@ -33,7 +33,7 @@ def test_the_changes_are_listed_planned_and_written(
     assert written.data.pack_length == 131072
     run(file, "--on", "1x4GB", "--fit")
     assert "fits on 1 x GPU (4 GiB)" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "mine").exists()
 
 
 @pytest.mark.parametrize(
