@@ -57,7 +57,7 @@ def test_a_gpu_without_bf16_computes_in_fp32_where_fp16_does_not_work(
     found = resolve_precision(make_recipe(*overrides), hardware, model)
     assert (found.value, why in found.reason) == ("fp32", True), found.reason
     assert resolve_precision(make_recipe(*overrides), gpus(ranks), model).value == "bf16"
-    with pytest.raises(PlanError, match="train.precision"):
+    with pytest.raises(PlanError, match=r"train\.precision"):
         resolve_plan(make_recipe("train.precision=fp16", *overrides), hardware, model)
 
 
