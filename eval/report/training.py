@@ -23,9 +23,9 @@ def training_blocks(files: RunFiles) -> list[Block]:
     metrics = files.metrics
     if not metrics:
         return [text("There is no loss curve: metrics.jsonl holds no optimizer step.")]
-    planned = next((one["value"] for one in files.decisions if one["name"] == "max_steps"), None)
+    planned, time, peak = (_planned(files, name) for name in ("max_steps", "time", "memory"))
     loss, eval_loss, memory = (column(files, key) for key in ("loss", "held_out_loss", "peak_memory_gib"))
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "Last logged step": number(metrics[-1]["step"]) + (f" of {number(planned)}" if planned else ""),
         "Epochs": number(metrics[-1].get("epoch"), ".2f"),
         "Tokens seen": number(metrics[-1].get("tokens_seen"), ",.0f"),
@@ -47,8 +47,10 @@ def training_blocks(files: RunFiles) -> list[Block]:
         values["Steps with a loss or gradient that was not finite"] = faults
     values |= speed_facts(metrics)
     values["Peak memory of rank 0"] = f"{max(memory):.2f} GiB" if memory else words(None)
+    values["Peak memory of rank 0"] += f" (planned: {number(peak)} GiB)" if is_number(peak) else ""
     values["Time to prepare the data"] = duration(files.at("timings.prepare_seconds"))
     values["Time to train"] = duration(files.at("timings.train_seconds"))
+    values["Time to train"] += f" (planned: {words(time)})" if time else ""
     if files.comparison:
         values["Time to evaluate"] = duration(files.at("timings.evaluate_seconds"))
     steps = [str(one.get("checkpoint")).rpartition("-")[2] for one in (files.at("sessions") or [])[1:]]
@@ -58,6 +60,10 @@ def training_blocks(files: RunFiles) -> list[Block]:
         shown = ", ".join(map(number, resumed_at))
         blocks.append(text(f"Resumed after step {shown} (dashed lines). A step that was repeated is shown once."))
     return [*blocks, facts(values)]
+
+
+def _planned(files: RunFiles, name: str) -> object:
+    return next((one["value"] for one in files.decisions if one["name"] == name), None)
 
 
 def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, Any]]:

@@ -39,6 +39,9 @@ class DataFacts:
     sequences: int | None = None
     """Rows the trainer sees: packs with packing, else documents. None: as if every pack were full."""
 
+    squared_lengths: float | None = None
+    """The squares of the documents' lengths added up, for the work of attention; None: as if all were as long as the mean."""
+
     exact: bool = False
     """Counted on the prepared data, not estimated from the first rows."""
 
@@ -63,18 +66,19 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     # These are guesses: that a source has fewer rows than the recipe takes is an error only once they are counted.
     trained_on = list(zip(recipe.sources, samples, strict=False))
     available = [max(round(number * kept), source.rows or 1) for source, (_, _, number) in trained_on]
-    totals = np.zeros(4)
+    totals = np.zeros(5)
     for (source, (rows, format, _)), number in zip(trained_on, wanted_rows(recipe.sources, available), strict=True):
         lengths = list(_lengths(rows, format, source, recipe, count))
         used = [min(length, recipe.data.max_length) for length, _ in lengths]
         trained = sum(length if recipe.data.loss_on == "all" else answer for length, answer in lengths)
         packs = len(pack(np.tile(used, _COPIES), recipe.sequence_length)[1]) / _COPIES
         sequences = packs if recipe.data.packing else len(used)
-        totals += np.array([len(used), sum(used), trained, sequences]) * number / len(rows)
-    documents, tokens, targets, sequences = totals.tolist()
+        squared = sum(length**2 for length in used)
+        totals += np.array([len(used), sum(used), trained, sequences, squared]) * number / len(rows)
+    documents, tokens, targets, sequences, squares = totals.tolist()
     if not documents:
         return None
-    return DataFacts(int(documents), int(tokens), min(int(targets), int(tokens)), ceil(sequences))
+    return DataFacts(int(documents), int(tokens), min(int(targets), int(tokens)), ceil(sequences), squares)
 
 
 def _sample(files: list[Path], source: Source, function: RowFunction | None) -> tuple[list[Row], str, int]:

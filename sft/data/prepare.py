@@ -157,6 +157,7 @@ class _Preparation:
         train.save(self.folder / "train.npz")
         held_out.save(self.folder / "held_out.npz")
         find_in_all(documents, mixture, self.findings)
+        lengths = documents["length"][train.members].astype(float)
         packs = len(train) if recipe.data.packing else None
         ledger = make_ledger(self.names, self.formats, self.counts, documents, mixture, packs, recipe.sequence_length)
         parts = [*digests.values(), train.digest(), held_out.digest()]
@@ -165,6 +166,7 @@ class _Preparation:
             "fingerprint": sha256("".join(parts).encode()).hexdigest(),
             "seconds": round(time.monotonic() - started, 2),
             "sequences": len(train),
+            "squared_lengths": float((lengths**2).sum()),
             "held_out_sequences": len(held_out),
             "sizes": {name: (self.folder / name).stat().st_size for name in files},
             "checksums": {name: checksum(self.folder / name)[1] for name in files},

@@ -69,7 +69,8 @@ class Prepared:
         """The size of the data as the plan counts it."""
         rows, tokens = self.ledger["total"]["rows"], self.ledger["total"]["tokens"]
         used = tokens["trained"] + tokens["masked"]
-        return DataFacts(rows["used"] + rows["repeated"], used, tokens["trained"], self.sequences, exact=True)
+        documents, squares = rows["used"] + rows["repeated"], self.summary["squared_lengths"]
+        return DataFacts(documents, used, tokens["trained"], self.sequences, squares, exact=True)
 
 
 def find_prepared(folder: Path) -> Prepared | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ModelError
+from sft.hub.flops import ModelFlops, model_flops
 from sft.hub.names import hub_answers, is_commit, model_path
 from sft.hub.remote_code import check_remote_code
 from sft.hub.weights import check_weight_files
@@ -35,6 +36,9 @@ LIGER_TYPES = frozenset(
     "phi3 qwen2 qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next smollm3".split()
 )
 """Types whose layers Liger replaces. Importing Liger to find out would take three seconds. Not qwen3_5_moe: 0.8.5 knows and fails on it."""
+
+OVERFLOWS_FP16 = frozenset("gemma3 gemma3_text gemma3n gemma3n_text".split())
+"""Types whose activations are known to exceed 65,504, the largest number of fp16."""
 
 _ATTENTION_LAYERS = frozenset(f"{kind}_attention" for kind in ("full", "sliding", "chunked", "indexed")) | {"attention"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -120,6 +124,12 @@ class ModelFacts:
 
     rope_type: str | None = None
     """How its rotary positions are scaled: `default` (not at all), `yarn`, ...; PER_LAYER; None where it has none."""
+
+    linear_widths: int | None = None
+    """Inputs and outputs of the linear layers, together: what adapters of rank 1 on each hold."""
+
+    flops: ModelFlops | None = None
+    """What training all weights costs; None where it is not known."""
 
     frozen_parameters: int = 0
     """Weights that model.freeze names."""
@@ -267,13 +277,13 @@ def _value(config: Any, name: str) -> Any:
         return None
 
 
-def _linear_parameters(model: Any) -> int:
+def _linear_layers(model: Any) -> list[Any]:
+    """But the output head."""
     from torch.nn import Linear
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    layers = [one for one in model.modules() if isinstance(one, Linear | Conv1D) and one is not head]
-    return sum(one.weight.numel() for one in layers)
+    return [one for one in model.modules() if isinstance(one, Linear | Conv1D) and one is not head]
 
 
 def _frozen(empty: Any, patterns: Sequence[str]) -> int:
@@ -301,6 +311,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
     layer_types = _value(config, "layer_types") or ["sliding_attention"]
     has_window = _value(config, "use_sliding_window") is not False and "sliding_attention" in layer_types
     dtype = _value(config, "dtype")
+    linear = _linear_layers(model) if model else []
     return ModelFacts(
         path=path,
         model_type=config.model_type,
@@ -309,7 +320,9 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
         num_key_value_heads=_value(config, "num_key_value_heads") or _value(config, "num_attention_heads"),
         sliding_window=_value(config, "sliding_window") if has_window else None,
         architecture=read_architecture(model, config) if model else None,
-        linear_parameters=_linear_parameters(model) if model else None,
+        linear_parameters=sum(one.weight.numel() for one in linear) if model else None,
+        linear_widths=sum(sum(one.weight.shape) for one in linear) if model else None,
+        flops=model_flops(model) if model else None,
         commit=commit,
         rope_type=_rope_type(config),
         has_liger=_is_of_transformers(model) and model.config.model_type in LIGER_TYPES,
@@ -355,7 +368,7 @@ def _find(path: str, revision: str | None, file: str, download: bool) -> Path | 
     if not download:
         return None
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         cached = try_to_load_from_cache(path, file, revision=revision)
@@ -367,10 +380,6 @@ def _find(path: str, revision: str | None, file: str, download: bool) -> Path | 
             constants.HF_HUB_OFFLINE = True
             return known
         return Path(hf_hub_download(path, file, revision=revision))
-    except HFValidationError:
-        raise ModelError(
-            f"model.name_or_path={path}: there is no such folder, and it is no hub id (owner/name)."
-        ) from None
     except RepositoryNotFoundError:
         raise ModelError(
             f"model.name_or_path={path}: the hub has no such model, or it needs a login (hf auth login)."

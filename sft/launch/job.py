@@ -77,7 +77,7 @@ def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
     model = checked_model(recipe, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, checked.data, deepspeed)
-    return Job(recipe, checked.path, checked.overrides, hardware, model, deepspeed, plan)
+    return Job(recipe, checked.path, checked.overrides, hardware, model, deepspeed, plan, checked.data)
 
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:

@@ -10,7 +10,7 @@ from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
 from sft.plan.hardware import Hardware
-from sft.plan.plan import Decision, TuningResult, stated
+from sft.plan.plan import DataSize, Decision, TuningResult, stated
 from sft.recipe.schema import Recipe
 
 
@@ -161,6 +161,13 @@ def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[i
         return recipe.sequence_length, why
     tokens = 16384 if gpu.memory_gib >= 70 else 8192 if gpu.memory_gib >= 38 else 4096
     return tokens, f"a GPU of {gpu.memory_gib:.0f} GiB"
+
+
+def sequences_per_epoch(recipe: Recipe, data: DataSize) -> int:
+    """Packs with packing, as if all were full where they are not counted; else documents."""
+    if data.sequences is not None:
+        return data.sequences
+    return ceil(data.tokens / recipe.sequence_length) if recipe.data.packing else data.documents
 
 
 def resolve_learning_rate(recipe: Recipe) -> Decision[float]:

@@ -1,4 +1,4 @@
-"""Detects what the machine has: GPUs, cores, memory; or describes one that is not here, for `--plan --on 8x80GB`."""
+"""Detects what the machine has: GPUs, cores, memory; or describes one that is not here, for `--on 8x80GB` or `--on 8xH100`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from typing import Any
 import pynvml
 
 from sft.errors import PlanError
+from sft.plan.gpus import GPU_MODELS, find_gpu, memory_in
+
+UNNAMED = "GPU"
+"""The name of a GPU of which only the memory is known."""
 
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -270,27 +274,35 @@ def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
 
 
 def described_hardware(description: str) -> Hardware:
-    """A machine that is not here, in words: [nodes x] GPUs x memory of each [+ memory of a node]. Raises PlanError for other words.
+    """A machine that is not here, in words: [nodes x] GPUs x name or memory of each [+ memory of a node]. Raises PlanError for other words.
 
     >>> described_hardware("8x80GB").device
     '8 x GPU (80 GiB)'
-    >>> described_hardware("2x8x80GB+1000GB").ranks
-    16
+    >>> described_hardware("2x8xH100+1000GB").device
+    '16 x H100 (80 GiB)'
     """
-    unit = "(?:GB|GiB|G)?"
-    form = rf"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<memory>\d+){unit}(?:\+(?P<node_memory>\d+){unit})?"
+    form = r"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<kind>[\w -]+?)(?:\+(?P<memory>\d+)(?:GB|GiB|G)?)?"
     match = re.fullmatch(form, description, flags=re.IGNORECASE)
-    numbers = {name: int(text) for name, text in match.groupdict().items() if text} if match else {}
+    numbers = {name: int(text) for name in ("nodes", "gpus", "memory") if match and (text := match[name])}
     nodes, gpus = numbers.get("nodes", 1), numbers.get("gpus", 0)
     if gpus > 8 and gpus % 8 == 0 and "nodes" not in numbers:
         nodes, gpus = gpus // 8, 8
-    if not numbers or 0 in numbers.values() or (gpus > 8 and "nodes" not in numbers):
+    gpu = _described_gpu(match["kind"]) if match else None
+    if gpu is None or 0 in numbers.values() or (gpus > 8 and "nodes" not in numbers):
         raise PlanError(
-            f"--on {description}: write the number of GPUs and the memory of each, for example 8x80GB; with nodes before it, 2x8x80GB; "
-            "with the memory of a node behind it, 8x80GB+1000GB."
+            f"--on {description}: write the number of GPUs and the memory or the name of each, for example 8x80GB or 8xH100; with nodes "
+            f"before it, 2x8x80GB; with the memory of a node behind it, 8x80GB+1000GB. Names: {', '.join(one.name for one in GPU_MODELS)}."
         )
+    return machine(gpu, nodes, gpus, numbers.get("memory"))
+
+
+def _described_gpu(kind: str) -> Gpu | None:
+    """A GPU by its name or its memory; None for another word."""
+    if known := find_gpu(kind):
+        return Gpu(known.name, memory_in(kind) or known.memory_gb, known.compute_capability)
+    memory = re.fullmatch(r"(\d+)(?:GB|GiB|G)?", kind, flags=re.IGNORECASE)
     # Every GPU sold with 24 GB or more in the last years has bf16.
-    return machine(Gpu("GPU", numbers["memory"], 8.0), nodes, gpus, numbers.get("node_memory"))
+    return Gpu(UNNAMED, int(memory[1]), 8.0) if memory and int(memory[1]) else None
 
 
 def machine(gpu: Gpu, nodes: int, gpus: int, cpu_memory_gib: float | None = None) -> Hardware:

@@ -1,20 +1,19 @@
-"""Holds one recipe on one machine with its plan, which every stage is given; and says how large its checkpoints are."""
+"""Holds one recipe on one machine with its plan, which every stage is given."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
+from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult
-from sft.plan.precision import MASTER
 from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Fsdp, Recipe
 
@@ -30,12 +29,18 @@ class Job:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
+    data: DataSize | None = None
 
     @property
     def name(self) -> str:
         """The folder of its runs: the recipe's own name, or for a recipe inside a run's folder that of the recipe it came from."""
         inside = self.recipe_path.parent / "run.json"
         return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
+
+    @property
+    def case(self) -> Case:
+        """What time and disk follow from."""
+        return Case(self.recipe, self.hardware, self.model, self.deepspeed, self.plan, self.data)
 
     @property
     def fsdp(self) -> Fsdp | None:
@@ -51,7 +56,7 @@ class Job:
     def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
         """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
-        return replace(self, plan=plan)
+        return replace(self, plan=plan, data=data)
 
 
 OPEN = {
@@ -92,35 +97,4 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
     if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
         # It also follows from the memory of the machine.
         decisions["gradients"] = Decision(earlier["gradients"], REASON)
-    return replace(job, plan=replace(plan, **decisions))
-
-
-def bytes_per_parameter(job: Job) -> tuple[int, int]:
-    """What one trained parameter takes in a checkpoint, and in final/."""
-    # At most: some keep fewer bytes for some weights.
-    moments = {"adafactor": 1, "lion": 4}.get(job.recipe.train.optim, 8)
-    has_copy = job.plan.weights.value == MASTER
-    if job.deepspeed is None:
-        return (2 + 4 + moments, 2) if has_copy else (4 + moments, 4)
-    weights = 2 if has_copy or job.plan.precision.value != "fp32" else 4
-    # An fp32 copy; and below stage 3 DeepSpeed writes the weights a second time in its own format.
-    return weights * (2 if job.deepspeed.stage < 3 else 1) + 4 + moments, weights
-
-
-def checkpoint_bytes(job: Job) -> int:
-    """Of a checkpoint to come; 0 where it is not known."""
-    return (trained_parameters(job) or 0) * bytes_per_parameter(job)[0]
-
-
-def trained_parameters(job: Job) -> int | None:
-    """Parameters that a checkpoint holds; None where config.json does not tell, or adapters alone are trained."""
-    return None if job.recipe.model.lora is not None else job.model.parameters
-
-
-def checkpoints_to_come(job: Job, there: int) -> int:
-    """Checkpoints that still need room: one more than are kept, since the oldest goes when the newest is complete, less those `there`."""
-    train, steps = job.recipe.train, job.plan.max_steps.value
-    written = train.save_total_limit + train.load_best_model_at_end + 1
-    if steps is not None:
-        written = min(written, ceil(steps / job.save_steps))
-    return max(1, written - there)
+    return replace(job, plan=replace(plan, **decisions), data=data)

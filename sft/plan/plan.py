@@ -57,6 +57,10 @@ class DataSize(Protocol):
         """Packs with packing, else documents; None: as if every pack were full."""
 
     @property
+    def squared_lengths(self) -> float | None:
+        """The squares of the documents' lengths added up; None: as if all were as long as the mean."""
+
+    @property
     def exact(self) -> bool:
         """Whether it was counted on the prepared data, and not estimated from the first rows."""
 
@@ -108,10 +112,16 @@ class Plan:
     steps_per_epoch: Decision[int | None]
     max_steps: Decision[int | None]
     """Optimizer steps; None until the data is counted."""
+    time: Decision[str | None] = Decision(None, "not planned")
+    """Of the training, by arithmetic and a guess; None where it is not known."""
+    disk: Decision[str | None] = Decision(None, "not planned")
+    """What the run writes, in words; None where it is not known."""
 
     def settings(self) -> dict[str, Any]:
         """The values that every rank must share; not the expectations of the data, which may be estimates."""
-        estimates = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps", "warmup_steps")
+        estimates = (
+            "documents_per_step trained_tokens_per_step steps_per_epoch max_steps warmup_steps time disk".split()
+        )
         return {one["name"]: one["value"] for one in self.decisions() if one["name"] not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:

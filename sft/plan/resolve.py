@@ -5,12 +5,21 @@ A pure function of plain values: it reads no environment and does not change the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from sft.hub.model_facts import ModelFacts
-from sft.plan.batch import resolve_data_parallel_ranks, resolve_learning_rate, resolve_sequences, split_batch
+from sft.plan.batch import (
+    resolve_data_parallel_ranks,
+    resolve_learning_rate,
+    resolve_sequences,
+    sequences_per_epoch,
+    split_batch,
+)
+from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
+from sft.plan.disk import resolve_disk
 from sft.plan.engine import resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
@@ -18,9 +27,10 @@ from sft.plan.optimizer import resolve_optimizer
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult, stated
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
-from sft.plan.refusals import Case, refuse
+from sft.plan.refusals import refuse
 from sft.plan.rope import resolve_rope
 from sft.plan.schedule import resolve_schedule, resolve_warmup
+from sft.plan.time import resolve_time
 from sft.recipe.schema import Recipe
 
 
@@ -74,10 +84,11 @@ def resolve_plan(
         **_regularization(recipe),
         **expected,
     )
-    refuse(Case(recipe, hardware, model, deepspeed, plan, data))
+    case = Case(recipe, hardware, model, deepspeed, plan, data)
+    refuse(case)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, plan)
-    return plan
+    return replace(plan, time=resolve_time(case), disk=resolve_disk(case))
 
 
 def _regularization(recipe: Recipe) -> dict[str, Decision[Any]]:
@@ -100,9 +111,7 @@ def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict
         names = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch")
         return dict.fromkeys(names, unknown) | {"max_steps": max_steps}
     how, about = ("counted", "") if data.exact else ("estimated from the first rows", "about ")
-    per_epoch = data.sequences
-    if per_epoch is None:
-        per_epoch = ceil(data.tokens / recipe.sequence_length) if recipe.data.packing else data.documents
+    per_epoch = sequences_per_epoch(recipe, data)
     epoch_steps = max(1, ceil(per_epoch / sequences))
     if not steps:
         plural = "" if epochs == 1 else "s"

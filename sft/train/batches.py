@@ -14,7 +14,7 @@ import torch
 from sft.data.formats import IGNORED
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.model.flops import ModelFlops
+from sft.hub.flops import ModelFlops
 from sft.plan.job import Job
 
 NUMBER, CONTENTS = "number", "contents"

@@ -13,27 +13,15 @@ import numpy as np
 import torch
 from transformers.trainer_callback import TrainerCallback
 
+from sft.plan.gpus import find_gpu
 from sft.plan.hardware import Hardware
 from sft.train.batches import Work
-
-# Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "A10G": 70e12,
-}
 
 
 def peak_flops(hardware: Hardware) -> float | None:
     """Dense bf16 peak of all GPUs of the job, FLOP/s; None where unknown."""
-    name = hardware.gpu.name if hardware.gpu else ""
-    of_one = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    return of_one * hardware.ranks if of_one is not None else None
+    found = find_gpu(hardware.gpu.name) if hardware.gpu else None
+    return found.bf16_flops * hardware.ranks if found else None
 
 
 def peak_memory_gib() -> float:

@@ -16,9 +16,9 @@ from sft.checkpoint.resume import ResumePlan
 from sft.checkpoint.trainer import CheckpointingTrainer, ResumedSettings
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError
+from sft.hub.flops import model_flops
 from sft.model.adapters import add_adapters, lora_config, show_head, untrained_rows
 from sft.model.compiled_layers import compile_layers
-from sft.model.flops import model_flops
 from sft.model.frozen import freeze
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named

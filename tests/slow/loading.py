@@ -1,4 +1,4 @@
-"""Train as sft.train does, and print by how many MiB each rank's resident memory has grown when the model is loaded and when it is sharded."""
+"""Train as sft.train does, and print how many MiB each rank's resident memory has grown by when the model is loaded, and sharded."""
 
 import os
 import re

@@ -43,6 +43,16 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+def test_what_was_planned_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    assert "(planned" not in report(run)
+    planned = {"time": "3.1 to 5.2 h", "memory": 38.5, "max_steps": 105}
+    write_json(run.plan_file, {"decisions": [{"name": one, "value": value} for one, value in planned.items()]})
+    text = report(run)
+    assert "| Time to train | 1 h 2 min 5 s (planned: 3.1 to 5.2 h) |" in text
+    assert "GiB (planned: 38.5 GiB) |" in text
+
+
 def test_a_full_run_is_reported_with_nothing_missing(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
     add_answers(run, [prompt("Why?", answer("because"), answer("so"))], [flip(1, "lost")])

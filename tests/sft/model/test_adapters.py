@@ -60,7 +60,13 @@ def trained(lora: Lora, base: Path) -> Any:
     return live.eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+REPEATED = ("DoRA, rsLoRA", "rsLoRA", "gaussian", "orthogonal", "pissa", "pissa, approximated", "by layer")
+"""Whose law another row holds too."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in REPEATED else ()) for kind in KINDS]
+)
 def test_merged_adapters_are_those_that_were_trained_and_so_are_the_saved_ones_on_the_base(
     kind: str, demo: Demo, tmp_path: Path
 ) -> None:
@@ -92,7 +98,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": r".*\.attention\..*"}, r"target_modules: .*attention.* matches no layer"),
     ({"rank_pattern": {"down_porj": 8}}, r"rank_pattern: down_porj matches no layer.*did you mean `down_proj`"),
     ({"alpha_pattern": {"o_proj": 8}, "target_modules": ("q_proj",)}, r"alpha_pattern: o_proj matches .* adapters: q_proj\."),
-    ({"layers_to_transform": (1, 3)}, r"layers_to_transform: the model has no layer 3 to adapt. It has 3, from 0"),
+    ({"layers_to_transform": (1, 3)}, r"layers_to_transform: the model has no layer 3; it has 3, numbered from 0"),
+    ({"layers_to_transform": (99,)}, r"layers_to_transform: the model has no layer 99; it has 3, numbered from 0"),
     ({"layers_to_transform": (1,), "layers_pattern": "blocks"}, r"model.lora"),
     ({"modules_to_save": ("lm_haed",)}, r"modules_to_save: lm_haed is no layer.*did you mean `lm_head`"),
     ({"modules_to_save": ("lm_head",)}, r"lm_head shares its weight with the other embedding"),

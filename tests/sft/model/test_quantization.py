@@ -9,9 +9,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from sft.hub.demo import Demo
+from sft.hub.flops import matmul_weights
 from sft.launch.job import open_job
 from sft.model import quantization
-from sft.model.flops import matmul_weights
 from sft.model.load import load_base, load_dequantized
 from sft.model.quantization import dequantized, describe_running, numels, quantized_layers
 from sft.plan.hardware import Hardware

@@ -129,6 +129,12 @@ def test_more_processes_than_gpus_are_refused(machine: Machine) -> None:
         ("16x40GiB", 16, 8, 40, 640),
         ("3x2x24GB", 6, 2, 24, 96),
         ("2X8X80gib+1000G", 16, 8, 80, 1000),
+        ("8xH100", 8, 8, 80, 1280),
+        ("1x4090", 1, 1, 24, 48),
+        ("1xrtx 4090", 1, 1, 24, 48),
+        ("2x8xh200+1000GB", 16, 8, 141, 1000),
+        ("4xA100-40GB", 4, 4, 40, 320),
+        ("4xNVIDIA H100 PCIe", 4, 4, 80, 640),
     ],
 )
 def test_a_machine_in_words(words: str, ranks: int, per_node: int, memory: int, node_memory: int) -> None:
@@ -138,8 +144,29 @@ def test_a_machine_in_words(words: str, ranks: int, per_node: int, memory: int, 
     assert (hardware.cpu_memory_gib, hardware.cpu_memory_assumed) == (node_memory, "+" not in words)
 
 
+def test_a_named_gpu_has_its_name_and_another_none() -> None:
+    names = {words: described_hardware(words).gpu for words in ("8xH100-PCIe", "8x80GB", "1xgeforce rtx 4090")}
+    found = {words: gpu and (gpu.name, gpu.compute_capability) for words, gpu in names.items()}
+    assert list(found.values()) == [("H100-PCIe", 9.0), ("GPU", 8.0), ("RTX-4090", 8.9)]
+
+
 @pytest.mark.parametrize(
-    "words", ["", "8", "0x80GB", "8x80TB", "8x80GBx", "12x80GB", "0x8x80GB", "1x2x3x4", "8x80GB+", "8x80GB+0GB"]
+    "words",
+    [
+        "",
+        "8",
+        "0x80GB",
+        "8x80TB",
+        "8x80GBx",
+        "12x80GB",
+        "0x8x80GB",
+        "1x2x3x4",
+        "8x80GB+",
+        "8x80GB+0GB",
+        "8xH9000",
+        "8xH",
+        "8x0GB",
+    ],
 )
 def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
     with pytest.raises(PlanError, match=rf"--on {re.escape(words)}: .* for example 8x80GB"):

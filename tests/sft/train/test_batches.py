@@ -14,8 +14,8 @@ from sft.data.packing import pack
 from sft.data.prepare import prepare
 from sft.data.store import DOCUMENT, DocumentStore, DocumentWriter, SequenceIndex
 from sft.hub.demo import Demo
+from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import inspect_model
-from sft.model.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.parallel.sequence import PartOfSequences
 from sft.recipe.schema import Recipe
 from sft.train.batches import CONTENTS, Accounted, Contents, Sequences, StepOrder, Work, WorkSum, contents_of
@@ -92,7 +92,7 @@ def test_steps_are_completed_with_what_is_not_trained(
         assert dummy.get("seq_lengths") == ([1] if packed else None)
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_training_sees_is_what_the_ledger_counts(
     packing: bool, make_recipe: Callable[..., Recipe], demo: Demo
 ) -> None:

@@ -16,6 +16,11 @@ from sft.train.speed import StepClock, StepTimes, peak_flops, speed
         ("NVIDIA A10G", 70e12),
         ("NVIDIA A10", None),
         ("NVIDIA H20", None),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice is not as fast as the GPU
     ],
 )
 def test_the_peak_is_that_of_the_gpu_or_unknown(name: str, peak: float | None) -> None:

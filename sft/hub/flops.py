@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from sft.model.quantization import is_quantized, shape_of
-
 TRAINED, FROZEN = 6, 4
 """FLOPs a token and weight: 2 forward, 2 for the gradient of the input, and 2 for that of a weight that is trained."""
 
@@ -103,7 +101,7 @@ def attention_layers(config: Any) -> tuple[AttentionLayers, ...] | None:
 
 
 def matmul_weights(model: Any) -> Matmuls | None:
-    """Count the weights of the live model, with adapters where it has them; sharded ones whole.
+    """Count the weights of a live model, with adapters where it has them, or of an empty one; sharded and quantized ones whole.
 
     Of experts, those that a token is routed to count. None where there is no output head, or weights that are used otherwise than one
     multiplication a token.
@@ -122,7 +120,10 @@ def matmul_weights(model: Any) -> Matmuls | None:
         for kind, parameter in module._parameters.items():
             # Under ZeRO-3 a rank holds a flat shard.
             shape = () if parameter is None else tuple(getattr(parameter, "ds_shape", parameter.shape))
-            shape = shape_of(module) if kind == "weight" and is_quantized(module) else shape
+            if (
+                kind == "weight" and getattr(module, "quant_state", None) is not None
+            ):  # bitsandbytes packs 4-bit weights
+                shape = tuple(module.quant_state.shape)
             if len(shape) < 2 or "bias" in kind:
                 continue
             if len(shape) != (3 if routed else 2) or (routed and not active):
@@ -134,6 +135,6 @@ def matmul_weights(model: Any) -> Matmuls | None:
 
 
 def model_flops(model: Any) -> ModelFlops | None:
-    """What a training step costs the live model, or None where it is not known."""
+    """What a training step costs a model, live or empty; None where it is not known."""
     matmuls, attention = matmul_weights(model), attention_layers(model.config.get_text_config())
     return ModelFlops(matmuls, attention) if matmuls is not None and attention is not None else None

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from sft.model.flops import (
+from sft.hub.flops import (
     AttentionLayers,
     Matmuls,
     ModelFlops,

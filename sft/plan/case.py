@@ -1,0 +1,46 @@
+"""Holds a recipe with its machine, model, data and plan: what refusals, time and disk follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import DeepSpeedFile
+from sft.plan.hardware import Hardware
+from sft.plan.parallelism import resolve_fsdp
+from sft.plan.plan import DataSize, Plan
+from sft.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Case:
+    """A planned recipe."""
+
+    recipe: Recipe
+    hardware: Hardware
+    model: ModelFacts
+    deepspeed: DeepSpeedFile | None
+    plan: Plan
+    data: DataSize | None = None
+
+    @property
+    def file(self) -> str:
+        """The DeepSpeed file's name."""
+        return self.deepspeed.path.name if self.deepspeed else ""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether weights, gradients or the optimizer are kept outside of the GPU."""
+        fsdp = resolve_fsdp(self.recipe, self.hardware)
+        return (self.deepspeed is not None and self.deepspeed.offload is not None) or bool(fsdp and fsdp.offload_params)
+
+    @property
+    def adapter_parameters(self) -> int | None:
+        """Parameters of the adapters, at most: as if each linear layer had one; None where the model is not known. 0 without adapters."""
+        lora, model = self.recipe.model.lora, self.model
+        if lora is None:
+            return 0
+        if model.linear_widths is None:
+            return None
+        whole = len(lora.modules_to_save) * (model.vocab_size or 0) * (model.hidden_size or 0)
+        return max([lora.r, *lora.rank_pattern.values()]) * model.linear_widths + whole
