@@ -1,6 +1,7 @@
 """Benchmarks run from a fresh clone, as miniatures, and show no speed where the sides did not do the same work."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,11 @@ def test_a_side_that_computes_something_else_has_no_speed(monkeypatch: pytest.Mo
     with pytest.raises(SystemExit, match="no speed"):
         gpu_parts.check("ours", 6.31, 6.32)
     gpu_parts.check("ours", 6.3171, 6.3170)
+    said = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried",
+        "Rank 0 ran out of GPU memory while step 3",
+    )  # tests/slow/test_out_of_memory.py
+    assert all(re.search(gpu_parts.OUT_OF_MEMORY, words) for words in said)
     weight = torch.ones(8, requires_grad=True)
     sides = {"sum": lambda: (weight.sum(), [weight]), "wrong": lambda: ((weight * 1.001).sum(), [weight])}
     assert kernels_gpu.distances(sides, "sum") == {"sum": 0.0, "wrong": pytest.approx(1e-3, rel=1e-3)}
