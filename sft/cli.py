@@ -56,19 +56,46 @@ def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    return click.argument(
-        "words", nargs=-1, required=True, metavar="RECIPE [KEY=VALUE]...", type=click.Path(), shell_complete=_keys
-    )(command)
+    return click.argument("words", nargs=-1, metavar="RECIPE [KEY=VALUE]...", type=click.Path(), shell_complete=_keys)(
+        command
+    )
 
 
 def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    on = click.option(
-        "--on", metavar="8x80GB|8xH100", help="Plan for other GPUs than this machine's, by memory or name."
+    options = (
+        click.option(
+            "--on", metavar="8x80GB|8xH100", help="Plan for other GPUs than this machine's, by memory or name."
+        ),
+        click.option("--price", metavar="2.5", type=float, help="Plan what training costs at this price per GPU-hour."),
+        click.option(
+            "--fit",
+            metavar="[N]",
+            is_flag=False,
+            flag_value="0",
+            help="List changes that make it fit, or show the plan with the Nth.",
+        ),
+        click.option(
+            "--write", metavar="FILE", type=click.Path(path_type=Path), help="With --fit: write the changed recipe."
+        ),
     )
-    price = click.option(
-        "--price", metavar="2.5", type=float, help="Plan what training costs at this price per GPU-hour."
-    )
-    return on(price(command))
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _plan(words: Sequence[str], on: str | None, price: float | None, fit: str | None, write: Path | None) -> None:
+    if write is not None and fit is None:
+        raise RecipeError("--write writes a recipe with a change that --fit finds: give both.")
+    if fit is None:
+        from sft.launch.main import show_plan
+
+        show_plan(*recipe_and_overrides(words), on, price)
+        return
+    from sft.launch.fit import show_fit
+
+    # What follows --fit and is no number is a word of its own.
+    number, words = (int(fit), words) if fit.isdecimal() else (0, [fit, *words])
+    show_fit(*recipe_and_overrides(words), on, number, write)
 
 
 @click.group(no_args_is_help=True)
@@ -124,6 +151,8 @@ def train(
     plans: bool,
     on: str | None,
     price: float | None,
+    fit: str | None,
+    write: Path | None,
     preflight: bool,
     prepares: bool,
     rows: int | None,
@@ -143,12 +172,13 @@ def train(
     Environment: NPROC (processes on this node; default, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Slurm,
     Kubernetes (PyTorchJob) and SkyPilot set their own: scripts/slurm, scripts/kubernetes, scripts/skypilot.
     """
-    from sft.launch.main import show_plan, start
+    if plans or any(option is not None for option in (on, price, fit, write)):
+        _plan(words, on, price, fit, write)
+        return
+    from sft.launch.main import start
 
     recipe, overrides = recipe_and_overrides(words)
-    if plans or on or price is not None:
-        show_plan(recipe, overrides, on, price)
-    elif prepares or rows is not None:
+    if prepares or rows is not None:
         _look_at_data(recipe, overrides, rows)
     else:
         start(recipe, overrides, preflight, max_restarts)
@@ -157,17 +187,17 @@ def train(
 @sft.command(**COMMAND)
 @_recipe_arguments
 @_plan_options
-def plan(words: tuple[str, ...], on: str | None, price: float | None) -> None:
+def plan(words: tuple[str, ...], on: str | None, price: float | None, fit: str | None, write: Path | None) -> None:
     """Print every decision with its reason. Starts nothing.
 
     \b
       sft plan recipes/qwen3b.yaml
       sft plan recipes/qwen3b.yaml --on 8x80GB
       sft plan recipes/qwen3b.yaml --on 8xH100 --price 2.5
+      sft plan recipes/qwen3b.yaml --on 1x24GB --fit
+      sft plan recipes/qwen3b.yaml --on 1x24GB --fit 2 --write qwen3b_small.yaml
     """
-    from sft.launch.main import show_plan
-
-    show_plan(*recipe_and_overrides(words), on, price)
+    _plan(words, on, price, fit, write)
 
 
 @sft.command(**COMMAND)
