@@ -327,7 +327,7 @@ train:
   lr_scheduler_type: constant
   gradient_checkpointing: false
   logging_steps: 1
-  save_steps: 1000000
+  save_strategy: "no"
   save_canary: false
   resume: never
 """)
