@@ -1,10 +1,7 @@
-"""Which kernels are worth it on this GPU: grouped attention, loss heads, Liger's layers?
-
-    python benchmarks/kernels_gpu.py
-    python benchmarks/kernels_gpu.py --cpu     # the parity that a CPU can show, and no speed
+"""Which kernels are worth it on this GPU: grouped attention, loss heads, Liger's layers? `python benchmarks/gpu.py --parts kernels`.
 
 Shapes are Qwen2.5-3B's, one pack of 16,384 tokens. Each comparison first asserts that outputs and gradients of both sides agree;
-then both are timed in turn, round by round, forward and backward, by the GPU's own clock:
+then both are timed in turn, round by round, forward and backward, by the GPU's own clock. A CPU shows small shapes in fp32, and no speed.
 
 - attention within documents: key and value heads grouped, against the same kernel over heads repeated for each query head
 - loss: TRL's fused head and Liger's fused linear cross-entropy, against plain logits and cross-entropy; two fifths of tokens masked
@@ -13,50 +10,41 @@ then both are timed in turn, round by round, forward and backward, by the GPU's 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torch
-from machine import described
-from side_by_side import ROOT, show, turned
+from side_by_side import turned
 from torch.nn.functional import cross_entropy
-
-sys.path.insert(0, str(ROOT))
 
 Side = Callable[[], tuple[torch.Tensor, Sequence[torch.Tensor]]]
 """Computes an output and what has gradients; timed with its backward pass."""
 
 
-def main() -> None:
-    arguments = read_arguments()
-    if not arguments.cpu and not torch.cuda.is_available():
-        print("kernels_gpu.py needs an NVIDIA GPU, and torch sees none. --cpu checks what a CPU can.")
-        raise SystemExit(2)
-    device = "cpu" if arguments.cpu else "cuda"
+def rows(device: str, rounds: int = 20) -> Iterator[dict[str, Any]]:
+    """Of each side of each comparison: how far it is from the reference, milliseconds, ratio to the reference, and peak memory.
+
+    Raises SystemExit at the end where a side computes something else; of that comparison no speed is shown.
+    """
     torch.manual_seed(0)
-    tokens, scale = (512, 16) if arguments.cpu else (16384, 1)
-    for title, sides, reference in (
-        attention_sides(device, tokens, scale),
-        loss_sides(device, tokens, scale),
-        layer_sides(device, tokens, scale),
-    ):
-        check_parity(title, sides, reference)
-        if device == "cuda":
-            measure(title, sides, reference, arguments.rounds)
-        # The next needs the memory.
-        sides.clear()
-    name = torch.cuda.get_device_name(0) if device == "cuda" else "CPU: parity alone, no speed"
-    print(name, described(["torch", "transformers", "trl", "liger-kernel"]), sep=", ")
-
-
-def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="parity in fp32 on small shapes")
-    parser.add_argument("--rounds", type=int, default=20)
-    return parser.parse_args()
+    tokens, scale = (512, 16) if device == "cpu" else (16384, 1)
+    differing = []
+    for make in (attention_sides, loss_sides, layer_sides):
+        title, sides, reference = make(device, tokens, scale)
+        apart = distances(sides, reference)
+        # bf16 keeps three digits; sums over many tokens in another order, a little less.
+        wrong = [name for name in sides if not apart[name] <= (2e-2 if device == "cuda" else 1e-5)]
+        measured = measure(sides, reference, rounds) if device == "cuda" and not wrong else {}
+        for name in sides:
+            yield {"what": f"{title}: {name}", "apart": apart[name] if name != reference else None} | measured.get(
+                name, {}
+            )
+        differing += [f"{title}: {name} differs from {reference} by {apart[name]:.1e}" for name in wrong]
+        sides.clear()  # the next needs the memory
+    if differing:
+        raise SystemExit("; ".join(differing))
 
 
 def dtype_of(device: str) -> torch.dtype:
@@ -179,29 +167,24 @@ def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.float().flatten() for tensor in tensors])
 
 
-def check_parity(title: str, sides: dict[str, Side], reference: str) -> None:
-    """Refuse to go on where a side's output or a gradient is another than the reference's."""
+def distances(sides: dict[str, Side], reference: str) -> dict[str, float]:
+    """How far each side's output or gradients are from the reference's, relative to their length; the larger of the two."""
     output, expected = gradients(sides[reference])
-    # bf16 keeps three digits; sums over many tokens in another order, a little less.
-    allowed = 2e-2 if output.device.type == "cuda" else 1e-5
+    found = {}
     for name, side in sides.items():
-        found, computed = gradients(side)
+        other, computed = gradients(side)
         # All gradients as one: the bias of a key nearly cancels, and by itself is mostly rounding.
-        pairs = [(found, output), (joined(computed), joined(expected))]
-        apart = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
-        if not apart <= allowed:
-            print(f"{title}: {name} differs from {reference} by {apart:.1e}: no speed is shown.")
-            raise SystemExit(1)
-        if name != reference:
-            print(f"{title}: same output and gradients, {name} and {reference} agree to {apart:.1e}", flush=True)
+        pairs = [(other, output), (joined(computed), joined(expected))]
+        found[name] = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+    return found
 
 
-def measure(title: str, sides: dict[str, Side], reference: str, rounds: int) -> None:
-    """Print milliseconds of each side, forward and backward, and the memory at its peak."""
-    times: dict[str, list[float]] = {}
+def measure(sides: dict[str, Side], reference: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each side, forward and backward, the reference's in relation to them, and the memory at its peak."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
     memory: dict[str, float] = {}
-    for number in range(-3, rounds):  # the first three warm up
-        for name in turned(list(sides), number + 3):
+    for number in range(rounds + 3):  # the first three warm up
+        for name in turned(list(sides), number):
             torch.cuda.reset_peak_memory_stats()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -211,11 +194,9 @@ def measure(title: str, sides: dict[str, Side], reference: str, rounds: int) -> 
             torch.cuda.synchronize()
             memory[name] = torch.cuda.max_memory_allocated() / 2**30
             del output
-            if number >= 0:
-                times.setdefault(name, []).append(start.elapsed_time(end))
-    show(title, times, reference, "ms")
-    print("peak memory: " + ", ".join(f"{name} {peak:.2f} GiB" for name, peak in memory.items()))
-
-
-if __name__ == "__main__":
-    main()
+            times[name].append(start.elapsed_time(end))
+    middle = {name: median(found[3:]) for name, found in times.items()}
+    return {
+        name: {"milliseconds": middle[name], "ratio": middle[reference] / middle[name], "peak_gib": memory[name]}
+        for name in sides
+    }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Talk to a run's model, or to any other, in the terminal. One GPU, or all where it does not fit on one, or the CPU.
+# Chat with a run's model, or any other, in the terminal. One GPU, or all if it does not fit on one, or the CPU.
 #
 #   bash scripts/chat.sh outputs/tiny/latest                      # the tuned model, final/
 #   bash scripts/chat.sh outputs/tiny/latest --base               # the model it was trained from, through the same template

@@ -27,7 +27,7 @@ _INTRODUCTION = """\
 # Recipe keys
 
 A recipe is a YAML file with the sections below. Write only what differs from the defaults; an unknown key is an error. On the command line
-`section.key=value` overrides a key. Beside each name stand its type, its default, and whether it may change when an unfinished run resumes
+`section.key=value` overrides a key. Each key is listed with its type, its default, and whether it may change when an unfinished run resumes
 ([Resume](../resume.md#if-you-changed-the-recipe)): "free" keys may, "named" keys if `train.resume_allow_changes` lists them, "fixed" keys
 may not.
 """

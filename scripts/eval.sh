@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure a run's base and tuned model alike and compare them, or measure any one model, with lm-evaluation-harness.
+# Evaluate a run's base and tuned model with the same settings and compare them, or evaluate any one model, with lm-evaluation-harness.
 #
 #   bash scripts/eval.sh outputs/tiny/latest                           # the tasks of the run's recipe
 #   bash scripts/eval.sh outputs/tiny/latest tasks=gsm8k limit=100

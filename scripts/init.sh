@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Look at a dataset and write a recipe for it that starts, with the reason for each value. Sets up .venv at the first call.
+# Inspect a dataset and write a ready-to-run recipe, with a reason for each value. Sets up .venv at the first call.
 #
 #   bash scripts/init.sh reviews.csv                                    a small open model, this machine
 #   bash scripts/init.sh chats.jsonl --model Qwen/Qwen2.5-7B --gpus 8x80GB -o recipes/chats.yaml

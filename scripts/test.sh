@@ -4,7 +4,7 @@
 #   bash scripts/test.sh          # fast tests: offline, no GPU
 #   bash scripts/test.sh --all    # also the slow ones: real multi-process runs on the CPU. CI=true does the same
 #   bash scripts/test.sh --extra  # also the slow rows that repeat a law on one more combination: before a release
-#   bash scripts/test.sh --gpu    # only the tests that need an NVIDIA GPU
+#   bash scripts/test.sh --gpu    # only the tests that need an NVIDIA GPU; with .venv, or any other environment that is complete, offline
 set -euo pipefail
 case "$#:${1:-}" in
   0:) tests=$([ "${CI:-}" = true ] && echo all || echo fast) ;;
@@ -16,8 +16,10 @@ case "$#:${1:-}" in
 esac
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" # ninja, for DeepSpeed's kernels
+complete() { python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "$@" 2>/dev/null; }
+# A GPU machine may have its environment already, and no network.
+[ "$tests" = gpu ] && complete datasets deepspeed liger_kernel peft pydantic pytest pytest_timeout torch trl || bash scripts/setup.sh
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline OMP_NUM_THREADS=1 # spinning OpenMP threads make two jobs on two cores crawl
 trap 'status=$?; echo "scripts/test.sh ($tests): $([ $status = 0 ] && echo passed || echo FAILED) in $SECONDS s"; exit $status' EXIT
 

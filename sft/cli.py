@@ -56,17 +56,46 @@ def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    return click.argument(
-        "words", nargs=-1, required=True, metavar="RECIPE [KEY=VALUE]...", type=click.Path(), shell_complete=_keys
-    )(command)
+    return click.argument("words", nargs=-1, metavar="RECIPE [KEY=VALUE]...", type=click.Path(), shell_complete=_keys)(
+        command
+    )
 
 
 def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    on = click.option("--on", metavar="8x80GB|8xH100", help="Plan for GPUs that are not here, by memory or name.")
-    price = click.option(
-        "--price", metavar="2.5", type=float, help="Plan what the training costs at this price of a GPU-hour."
+    options = (
+        click.option(
+            "--on", metavar="8x80GB|8xH100", help="Plan for other GPUs than this machine's, by memory or name."
+        ),
+        click.option("--price", metavar="2.5", type=float, help="Plan what training costs at this price per GPU-hour."),
+        click.option(
+            "--fit",
+            metavar="[N]",
+            is_flag=False,
+            flag_value="0",
+            help="List changes that make it fit, or show the plan with the Nth.",
+        ),
+        click.option(
+            "--write", metavar="FILE", type=click.Path(path_type=Path), help="With --fit: write the changed recipe."
+        ),
     )
-    return on(price(command))
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _plan(words: Sequence[str], on: str | None, price: float | None, fit: str | None, write: Path | None) -> None:
+    if write is not None and fit is None:
+        raise RecipeError("--write writes a recipe with a change that --fit finds: give both.")
+    if fit is None:
+        from sft.launch.main import show_plan
+
+        show_plan(*recipe_and_overrides(words), on, price)
+        return
+    from sft.launch.fit import show_fit
+
+    # What follows --fit and is no number is a word of its own.
+    number, words = (int(fit), words) if fit.isdecimal() else (0, [fit, *words])
+    show_fit(*recipe_and_overrides(words), on, number, write)
 
 
 @click.group(no_args_is_help=True)
@@ -79,17 +108,17 @@ def sft() -> None:
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
 @click.option("--model", metavar="FOLDER|HUB_ID", help="The model to train (default: a small, open one).")
 @click.option("--gpus", metavar="8x80GB", help="The GPUs to write it for (default: this machine).")
-@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, where their names do not say it.")
+@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, if their names do not tell.")
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="The recipe (default: DATA's name)."
 )
 def init(
     data: str, words: tuple[str, ...], model: str | None, gpus: str | None, columns: str | None, output: Path | None
 ) -> None:
-    """Look at a dataset and write a recipe for it that starts, with the reason for each value.
+    """Inspect a dataset and write a ready-to-run recipe, with a reason for each value.
 
-    DATA is a file (.csv, .json, .jsonl, .parquet, .arrow), a folder, a pattern or a dataset on the hub. An eval split and a task of its
-    own go to a folder beside the recipe. A KEY=VALUE of the recipe holds, and what follows from it follows.
+    DATA is a file (.csv, .json, .jsonl, .parquet, .arrow), a folder, a pattern or a dataset on the hub. An eval split and a task made
+    from it go to a folder next to the recipe. KEY=VALUE fixes a key of the recipe; the rest follows from it.
 
     \b
       sft init reviews.csv --model Qwen/Qwen2.5-0.5B
@@ -122,6 +151,8 @@ def train(
     plans: bool,
     on: str | None,
     price: float | None,
+    fit: str | None,
+    write: Path | None,
     preflight: bool,
     prepares: bool,
     rows: int | None,
@@ -129,7 +160,7 @@ def train(
 ) -> None:
     """Train a recipe, evaluate base and tuned model, and write a report.
 
-    RECIPE is a YAML file, or the folder of a run: an unfinished run resumes, a finished one is trained again beside the first.
+    RECIPE is a YAML file, or the folder of a run: an unfinished run resumes, a finished one is trained again in a new run.
 
     \b
       sft train recipes/tiny.yaml
@@ -141,12 +172,13 @@ def train(
     Environment: NPROC (processes on this node; default, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Slurm,
     Kubernetes (PyTorchJob) and SkyPilot set their own: scripts/slurm, scripts/kubernetes, scripts/skypilot.
     """
-    from sft.launch.main import show_plan, start
+    if plans or any(option is not None for option in (on, price, fit, write)):
+        _plan(words, on, price, fit, write)
+        return
+    from sft.launch.main import start
 
     recipe, overrides = recipe_and_overrides(words)
-    if plans or on or price is not None:
-        show_plan(recipe, overrides, on, price)
-    elif prepares or rows is not None:
+    if prepares or rows is not None:
         _look_at_data(recipe, overrides, rows)
     else:
         start(recipe, overrides, preflight, max_restarts)
@@ -155,24 +187,24 @@ def train(
 @sft.command(**COMMAND)
 @_recipe_arguments
 @_plan_options
-def plan(words: tuple[str, ...], on: str | None, price: float | None) -> None:
+def plan(words: tuple[str, ...], on: str | None, price: float | None, fit: str | None, write: Path | None) -> None:
     """Print every decision with its reason. Starts nothing.
 
     \b
       sft plan recipes/qwen3b.yaml
       sft plan recipes/qwen3b.yaml --on 8x80GB
       sft plan recipes/qwen3b.yaml --on 8xH100 --price 2.5
+      sft plan recipes/qwen3b.yaml --on 1x24GB --fit
+      sft plan recipes/qwen3b.yaml --on 1x24GB --fit 2 --write qwen3b_small.yaml
     """
-    from sft.launch.main import show_plan
-
-    show_plan(*recipe_and_overrides(words), on, price)
+    _plan(words, on, price, fit, write)
 
 
 @sft.command(**COMMAND)
 @_recipe_arguments
 @click.option("-n", "--rows", metavar="N", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
 def show(words: tuple[str, ...], rows: int) -> None:
-    """Show rows as the model gets them, the token ledger and what was found in the data.
+    """Show rows as the model gets them, the token ledger and the findings.
 
     \b
       sft show recipes/tiny.yaml
@@ -204,7 +236,7 @@ def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> No
     "-o", "--output", metavar="RECIPE", type=click.Path(path_type=Path), help="Write the recipe to this file."
 )
 @click.option(
-    "--gpus", metavar="N", type=click.IntRange(1), help="How many GPUs the file was used on, for the global batch."
+    "--gpus", metavar="N", type=click.IntRange(1), help="GPUs that the file was used on, to compute the global batch."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON: tool, carried, changed, dropped.")
 def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> None:
@@ -225,7 +257,7 @@ def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) ->
 @sft.command("eval", **COMMAND)
 @click.argument("words", nargs=-1, required=True, metavar="RUN|MODEL [KEY=VALUE]...", type=click.Path())
 def evaluate(words: tuple[str, ...]) -> None:
-    """Measure a run's base and tuned model alike and compare them, or measure any one model.
+    """Evaluate a run's base and tuned model with the same settings and compare them, or evaluate any one model.
 
     \b
       sft eval outputs/tiny/latest
@@ -245,7 +277,7 @@ def evaluate(words: tuple[str, ...]) -> None:
 @sft.command(**PASSED_ON)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def chat(words: tuple[str, ...]) -> None:
-    """Talk to a run's model, or to any other, in the terminal."""
+    """Chat with a run's model, or any other, in the terminal."""
     # A program of its own: there, Ctrl-C stops an answer and not the program.
     _become("eval.chat.terminal", words)
 
@@ -269,7 +301,7 @@ def _become(module: str, words: Sequence[str]) -> None:
 @click.argument("run_a", type=click.Path())
 @click.argument("run_b", type=click.Path())
 def diff(run_a: str, run_b: str) -> None:
-    """Say what differs between two runs. Exit status: 0 nothing, 1 something.
+    """List what differs between two runs. Exit status: 0 nothing, 1 something.
 
     \b
       sft diff outputs/tiny/latest outputs/tiny/first

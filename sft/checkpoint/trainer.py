@@ -32,7 +32,8 @@ from sft.checkpoint.zero import load_zero
 from sft.parallel.fsdp import units_as_planned
 from sft.parallel.full_tensors import full_optimizer_state, full_state
 from sft.parallel.tensor import is_tensor_parallel
-from sft.plan.job import Job, checkpoint_bytes
+from sft.plan.disk import estimate_disk
+from sft.plan.job import Job
 from sft.run.directory import INCOMPLETE
 
 
@@ -56,7 +57,8 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         self.writer = writer_here(job)
         folder, keep = Path(trl["args"].output_dir), job.recipe.train.save_total_limit
-        self.checkpoints = CheckpointWriter(folder, keep, facts, checkpoint_bytes(job))
+        disk = estimate_disk(job.case)
+        self.checkpoints = CheckpointWriter(folder, keep, facts, round(disk.checkpoint) if disk else 0)
         super().__init__(**trl)
         # Only for transformers' check of a model whose layers are sharded (arguments.py); our checkpoints have an optimizer.
         self.args.save_only_model = False

@@ -19,7 +19,7 @@ is_mistral_derived_model
 is_qwen_derived_model -- classes follow from the model's config.json
 tokenizer_config tokenizer_use_mistral_common tokenizer_save_jinja_files -- the tokenizer is the model's own
 chat_template -> model.chat_template -- chatml is ours; for other names {model.OWN_TEMPLATE}
-chat_template_jinja -> model.chat_template -- text in the file becomes a .jinja file beside the recipe
+chat_template_jinja -> model.chat_template -- text in the file becomes a .jinja file next to the recipe
 eot_tokens -> model.eos_token -- one token ends a turn and an answer
 special_tokens.pad_token -> model.pad_token
 special_tokens.eos_token -> model.eos_token
@@ -129,7 +129,7 @@ dp_shard_size dp_replicate_size -- the model is sharded over all GPUs; train.fsd
 tensor_parallel_size -- memory only: the result does not change; train.tensor_parallel_size works without FSDP and DeepSpeed
 context_parallel_size sequence_parallel_degree -- memory only: the result does not change; train.sequence_parallel_size needs DeepSpeed
 heads_k_stride ring_attn_func -- memory only: the result does not change
-seed -> train.seed -- rows are drawn in another way
+seed -> train.seed -- rows are drawn differently
 ddp_timeout logging_steps save_steps save_total_limit eval_steps -> train.*
 saves_per_epoch -> train.save_strategy -- 1 is a checkpoint at the end of each epoch; for other numbers set train.save_steps
 save_strategy -> train.save_strategy

@@ -77,7 +77,7 @@ _V1 = """
 model -> model.name_or_path
 model_class -- a causal language model is all there is
 train_dataset -> data.train -- a list of datasets in a file of LLaMA-Factory: write the files or hub ids that it names
-custom_chat_template -> model.chat_template -- text in the file becomes a .jinja file beside the recipe
+custom_chat_template -> model.chat_template -- text in the file becomes a .jinja file next to the recipe
 micro_batch_size -> train.global_batch_size -- per GPU; a recipe states the batch over all GPUs, so --gpus is needed
 global_batch_size -> train.global_batch_size
 peft_config.name -> model.lora -- adapters are trained where model.lora is given; final/ is the merged model

@@ -19,7 +19,7 @@ model.use_dora -> model.lora.use_dora
 model.quantize_base -> model.quantization -- nf4 of bitsandbytes
 model.* -- config.json of the model says it
 checkpointer.checkpoint_dir -> model.name_or_path -- a folder with config.json, tokenizer and safetensors, or the model's id on the hub
-checkpointer.* -- the folder is read whole, and runs save to their own
+checkpointer.* -- the folder is read in full; runs save to their own
 tokenizer.max_seq_len -> data.max_length -- longer rows are cut there; here they are dropped, and more than 5% of them stop the run
 tokenizer.prompt_template -> model.chat_template -- the chat template writes it
 tokenizer.* -- the tokenizer is the model's own
@@ -38,7 +38,7 @@ dataset_val.* -- the eval split is a part of data.train
 run_val_every_n_steps -> train.eval_steps
 batch_size_val -- the eval loss takes the batch of the training
 shuffle -- rows are shuffled by train.seed
-seed -> train.seed -- rows are drawn in another way
+seed -> train.seed -- rows are drawn differently
 batch_size -> train.global_batch_size -- per GPU; a recipe states the batch over all GPUs, so --gpus is needed
 gradient_accumulation_steps -> train.global_batch_size -- part of the global batch; here it follows from it
 epochs -> train.num_train_epochs
@@ -76,7 +76,7 @@ log_every_n_steps -> train.logging_steps
 log_peak_memory_stats log_level -- metrics.jsonl has them
 save_every_n_steps -> train.save_steps
 save_adapter_weights_only -- final/adapter has the adapters alone, final/ the merged model
-enable_async_checkpointing -- checkpoints are complete before the training goes on
+enable_async_checkpointing -- a checkpoint is complete before training continues
 resume_from_checkpoint -- a run resumes by itself: train.resume
 profiler.enabled -> train.profile
 profiler.* -- docs/metrics.md says what train.profile traces

@@ -24,8 +24,8 @@ lora_task_type -- always CAUSAL_LM
 load_in_4bit load_in_8bit bnb_4bit_quant_type -> model.quantization
 use_bnb_nested_quant -> model.bnb_4bit_use_double_quant (false)
 bnb_4bit_quant_storage -- the engine decides it
-chat_template -> model.chat_template -- text in the file becomes a .jinja file beside the recipe
-chat_template_path -> model.chat_template -- a .jinja file; a model whose template to take is not read
+chat_template -> model.chat_template -- text in the file becomes a .jinja file next to the recipe
+chat_template_path -> model.chat_template -- a .jinja file; the template of another model is not taken
 eos_token pad_token -> model.*
 use_liger_kernel -> model.kernels
 """
@@ -40,7 +40,7 @@ dataset_mixture.datasets.*.config datasets.*.name -> data.train.name
 dataset_mixture.datasets.*.split datasets.*.split -> data.train.split
 dataset_mixture.datasets.*.weight dataset_mixer.* -> data.train.epochs -- the fraction of its rows to use
 dataset_mixture.datasets.*.columns datasets.*.columns -- all columns are read, and unused ones listed
-dataset_mixture.seed -> data.seed -- rows are drawn in another way
+dataset_mixture.seed -> data.seed -- rows are drawn differently
 dataset_mixture.test_split_size test_split_size -> data.held_out -- a fraction; a number of rows becomes 1%
 datasets.*.fraction -> data.train.weight
 dataset_text_field -- a column of another name: data.train.columns
@@ -84,8 +84,8 @@ deepspeed -> train.deepspeed -- the file of ds_configs/ with the same stage, whe
 deepspeed.* -- a DeepSpeed file of your own may be named in train.deepspeed
 fsdp -> train.fsdp -- FSDP2
 accelerate_config -> train.deepspeed -- the engine that it names; FSDP is train.fsdp
-seed -> train.seed -- rows are drawn in another way
-data_seed -> data.seed -- rows are drawn in another way
+seed -> train.seed -- rows are drawn differently
+data_seed -> data.seed -- rows are drawn differently
 ddp_timeout logging_steps save_total_limit eval_steps -> train.*
 save_steps -> train.save_steps
 save_strategy -> train.save_strategy -- checkpoints are always written: a run can be interrupted

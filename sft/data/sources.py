@@ -15,7 +15,7 @@ from sft.data.readers import BadRow, Row, read_rows, suffix_of, without_nulls
 from sft.data.store import ROWS
 from sft.errors import DataError
 from sft.hub.demo import make_demo
-from sft.hub.names import BUILTIN, SUFFIXES, hub_answers, hub_commit, is_on_hub, is_pattern
+from sft.hub.names import BUILTIN, SUFFIXES, hub_answers, hub_commit, hub_id_problem, is_on_hub, is_pattern
 from sft.recipe.load import find_file
 from sft.recipe.schema import Recipe, Source
 
@@ -54,6 +54,8 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
     if source.path == BUILTIN:
         return [make_demo(Path(output_dir)).train]
     if is_on_hub(source):
+        if problem := hub_id_problem(source.path):
+            raise DataError(f"{source.path}: {problem}.")
         return None
     path = find_file(source.path)
     if source.name is not None or source.revision is not None or source.streaming:

@@ -370,7 +370,7 @@ def _find(path: str, revision: str | None, file: str, download: bool) -> Path | 
     if not download:
         return None
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         cached = try_to_load_from_cache(path, file, revision=revision)
@@ -382,10 +382,6 @@ def _find(path: str, revision: str | None, file: str, download: bool) -> Path | 
             constants.HF_HUB_OFFLINE = True
             return known
         return Path(hf_hub_download(path, file, revision=revision))
-    except HFValidationError:
-        raise ModelError(
-            f"model.name_or_path={path}: there is no such folder, and it is no hub id (owner/name)."
-        ) from None
     except RepositoryNotFoundError:
         raise ModelError(
             f"model.name_or_path={path}: the hub has no such model, or it needs a login (hf auth login)."

@@ -56,6 +56,19 @@ def is_on_hub(source: Source) -> bool:
     return not local and not is_pattern(source.path)
 
 
+def hub_id_problem(name: str) -> str | None:
+    """Why a name that is no path here can be no id on the hub either; None where it can."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        what = f"`{BUILTIN}` is the only built-in" if name.startswith("builtin:") else "it is no hub id (owner/name)"
+        return f"there is no such file or folder, and {what}"
+    return None
+
+
 def hub_answers() -> bool:
     """Whether the hub can be reached: one connection, at most three seconds. Upstream's own calls retry for a minute."""
     from huggingface_hub import constants
@@ -106,12 +119,8 @@ def model_path(recipe: Recipe) -> str:
     if name == BUILTIN:
         return str(make_demo(Path(recipe.output_dir)).model)
     if not looks_local(name):
-        try:
-            Path(name).is_dir()
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"model.name_or_path={name}: no folder and no hub id (owner/name) has such a name: {error}."
-            ) from None
+        if problem := hub_id_problem(name):
+            raise ModelError(f"model.name_or_path={name}: {problem}.")
         return name
     folder = find_file(name)
     if (folder / "adapter_config.json").is_file():

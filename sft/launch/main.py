@@ -24,7 +24,7 @@ from sft.launch.open_run import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import end_preparation, plan_beside_preparation, prepared_data
 from sft.launch.rank import PREFLIGHT, train_job, uncollected
-from sft.launch.rerun import differences_to_report, is_run, rerun_arguments
+from sft.launch.rerun import differences_to_report, recipe_of
 from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import check_rendezvous, clear_environment
 from sft.launch.torchrun import start as start_ranks
@@ -56,22 +56,18 @@ def show_plan(word: str, overrides: Sequence[str], on: str | None = None, price:
     """Print every decision with its reason; with the price of a GPU-hour what the training costs. Raises UserError."""
     if price is not None:
         check_price(price)
-    job, prepared = planned_job(*_recipe_of(word, overrides), on)
+    job, prepared = planned_job(*recipe_of(word, overrides), on)
     title = f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}"
     warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, prepared.facts() if prepared else None)
     cost = [] if price is None else [cost_line(job.case, price)]
     print_plan(job.plan, title, [*cost, *(f"Warning: {warning}" for warning in warnings)])
 
 
-def _recipe_of(word: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    return rerun_arguments(Path(word), overrides) if is_run(word) else (Path(word), list(overrides))
-
-
 def start(word: str, overrides: Sequence[str], preflight: bool = False, max_restarts: int = 0) -> None:
     """Check a recipe or a run's folder, and train it: in this process if one is enough, else in one process for each GPU."""
     check_installed()
     settle_allocator()
-    recipe, overrides = _recipe_of(word, overrides)
+    recipe, overrides = recipe_of(word, overrides)
     check_started_once()
     checked, topology = checked_recipe_and_topology(recipe, overrides)
     _set_threads(topology)
@@ -173,7 +169,7 @@ def look_at_data(word: str, overrides: Sequence[str], count: int | None) -> None
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # rows may hold what the terminal's encoding does not
 
-    recipe_path, overrides = _recipe_of(word, overrides)
+    recipe_path, overrides = recipe_of(word, overrides)
     recipe, path, model = open_recipe(recipe_path, overrides)
     prepared = prepared_data(recipe, model, [str(path), *overrides], judge=count is None)
     if count is None:

@@ -22,7 +22,8 @@ from sft.errors import PreflightError
 from sft.files import in_words
 from sft.launch.open_run import unfinished_run
 from sft.parallel import process_group as distributed
-from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come, trained_parameters
+from sft.plan.disk import estimate_disk
+from sft.plan.job import Job
 from sft.recipe.changes import differences
 from sft.recipe.schema import REPOSITORY
 from sft.run.record import installed_versions
@@ -158,27 +159,23 @@ def _check_shared(job: Job, facts: Sequence[Facts]) -> Check:
 
 
 def disk(job: Job) -> Check:
-    """Whether the checkpoints to come and final/ have room in output_dir, beside those that an unfinished run has."""
+    """Whether what is still to be written has room in output_dir, beside the checkpoints that an unfinished run has."""
     run = unfinished_run(job)
     there = len(list(run.checkpoints.glob("checkpoint-*"))) if run else 0
     folder = Path(job.recipe.output_dir).expanduser().resolve()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    parameters = trained_parameters(job)
-    if parameters is None:
+    needed = estimate_disk(job.case, there)
+    if needed is None:
         return Check("disk", f"{in_words(free)} free in {folder}; what is needed is not known before the model loads")
-    of_checkpoint, of_final = bytes_per_parameter(job)
-    count = checkpoints_to_come(job, there)
-    needed = parameters * (count * of_checkpoint + of_final)
-    words = (
-        f"{count} checkpoint{'s' if count > 1 else ''} of {in_words(parameters * of_checkpoint)} and final/ of "
-        f"{in_words(parameters * of_final)} need {in_words(needed)}"
-    )
-    if needed <= free:
+    words = f"{needed.words}: {in_words(needed.total)}"
+    if needed.total <= free:
         return Check("disk", f"{words}; {in_words(free)} free")
     remedy = "Free some space, set output_dir to another disk, or lower train.save_total_limit."
-    return Check("disk", f"{in_words(free)} free", f"{words}, and {folder} has {in_words(free)} free. {remedy}")
+    return Check(
+        "disk", f"{in_words(free)} free", f"needed are {words}, and {folder} has {in_words(free)} free. {remedy}"
+    )
 
 
 def _check_all_reduce(job: Job, measure: bool) -> Check:

@@ -32,6 +32,11 @@ def is_run(word: str) -> bool:
     return (Path(word).expanduser() / "run.json").is_file()
 
 
+def recipe_of(word: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """The recipe's path and all overrides of a recipe or a run's folder. Raises RunError as rerun_arguments."""
+    return rerun_arguments(Path(word), overrides) if is_run(word) else (Path(word), list(overrides))
+
+
 def is_unfinished(record: Mapping[str, Any]) -> bool:
     """Whether a run's record says that its training or its evaluation is not complete."""
     return record["status"] != "finished" or record.get("evaluation") in EVALUATION_LEFT

@@ -177,6 +177,13 @@ def check_adapters(model: Model, empty: Any) -> None:
     assert lora is not None
     check_targets(lora, empty)
     problems = list(_cannot_save(model, empty))
+    count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
+    if absent := [number for number in lora.layers_to_transform if count is not None and number >= count]:
+        numbers = ", ".join(map(str, absent))
+        problems.append(
+            f"model.lora.layers_to_transform: the model has no layer {numbers}; it has {count}, numbered from 0."
+        )
+        raise ModelError("\n".join(problems))
     try:
         with catch_warnings(action="ignore"):  # peft's, of what is refused here
             adapted = get_peft_model(empty, _config(lora, empty, True), low_cpu_mem_usage=True)
@@ -184,12 +191,6 @@ def check_adapters(model: Model, empty: Any) -> None:
         # A module that peft takes none of stands in its message over several lines.
         raise ModelError("\n".join([*problems, f"model.lora: {' '.join(str(error).split()[:40])}"])) from None
     names = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A") and len(layer.lora_A)]
-    count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
-    if missing := [number for number in lora.layers_to_transform if not any(f".{number}." in name for name in names)]:
-        there = f" It has {count}, from 0." if count else ""
-        problems.append(
-            f"model.lora.layers_to_transform: the model has no layer {', '.join(map(str, missing))} to adapt.{there}"
-        )
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         used = {get_pattern_key(patterns, name) for name in names}
         if unused := [pattern for pattern in patterns if pattern not in used]:

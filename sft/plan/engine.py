@@ -5,22 +5,18 @@ The sums are in sft/plan/memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import resolve_data_parallel_ranks
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
-from sft.plan.hardware import Gpu, Hardware, machine
+from sft.plan.hardware import Hardware
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
 from sft.plan.plan import Decision
 from sft.plan.precision import computes_in_half
-from sft.recipe.schema import Lora, Recipe
+from sft.recipe.schema import Recipe
 
-SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))  # nodes, GPUs of each
-MEMORIES = (24, 40, 80, 141)  # GB of the GPUs that are sold
+REMEDY = "`sft plan RECIPE --fit` lists the smallest changes that make it fit."
 
 
 def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
@@ -64,7 +60,7 @@ def first_that_fits(
 
 
 def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str | None]:
-    """The file that `train.parallel: auto` stands for here; None: no DeepSpeed. Raises PlanError if none fits, with what would."""
+    """The file that `train.parallel: auto` stands for here; None: no DeepSpeed. Raises PlanError if none fits, with what would help."""
     name: str | None
     if hardware.gpu is None or model.parameters is None:
         name = order_of_engines(recipe, hardware)[0]
@@ -81,7 +77,7 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
             what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
             raise PlanError(
                 f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, "
-                f"by arithmetic: {lacks}. {smallest_that_fits(recipe, hardware, model)}"
+                f"by arithmetic: {lacks}. {REMEDY}"
             )
         reason = f"{engine_words(name, recipe, hardware)} is the cheapest that fits{'; ' if lacks else ''}{lacks}"
     return Decision(None if name == "none" else name, f"auto: {reason}")
@@ -93,38 +89,6 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
         return name
     without = "tensor parallel" if recipe.train.tensor_parallel_size > 1 else "DDP"
     return "one process" if hardware.ranks == 1 else without
-
-
-def smallest_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> str:
-    """The remedies, in words: fewest GPUs of this memory, or of a larger one; or adapters."""
-    assert hardware.gpu is not None
-    ways = list(_machines_that_fit(recipe, hardware.gpu, model))
-    if recipe.model.lora is None:
-        adapters = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": Lora()})})
-        here, _ = first_that_fits(adapters, hardware, model)
-        elsewhere = next(_machines_that_fit(adapters, hardware.gpu, model), None)
-        way = f"here, with {engine_words(here, adapters, hardware)}" if here else elsewhere
-        ways += [f"with model.lora={{}}: {way}"] if way else []
-    if not ways:
-        return "Nothing of up to 8 x 8 x 141 GB does: shorten data.max_length and data.pack_length."
-    return f"The smallest that does: {' | '.join(ways)}."
-
-
-def _machines_that_fit(recipe: Recipe, gpu: Gpu, model: ModelFacts) -> Iterator[str]:
-    """The fewest GPUs that do, in words: of this memory, and of each larger one that needs fewer."""
-    shapes = SHAPES
-    for memory in sorted({gpu.memory_gib, *(memory for memory in MEMORIES if memory > gpu.memory_gib + 1)}):
-        for index, (nodes, gpus) in enumerate(shapes):
-            hardware = machine(replace(gpu, memory_gib=memory), nodes, gpus)
-            if hardware.ranks % (recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size):
-                continue
-            name, estimates = first_that_fits(recipe, hardware, model)
-            if name is not None:
-                cpu = f" and {estimates[name].cpu / GIB:.0f} GiB of the machine's memory" if estimates[name].cpu else ""
-                size = f"{f'{nodes} x ' if nodes > 1 else ''}{gpus} x {memory:.0f} GB"
-                yield f"{size} with {engine_words(name, recipe, hardware)}{cpu}"
-                shapes = shapes[:index]  # more memory is a remedy only where fewer GPUs do
-                break
 
 
 def resolve_memory(
@@ -140,7 +104,7 @@ def resolve_memory(
     how = "activations simulated" if estimate.simulated else "by arithmetic"
     words = f"{how}, for a micro-batch of {micro}: {estimate.words(hardware)}"
     if not estimate.fits(hardware):
-        words = f"WARNING: does not fit, {words}. {smallest_that_fits(recipe, hardware, model)}"
+        words = f"WARNING: does not fit, {words}. {REMEDY}"
     return Decision(round(estimate.gpu_bytes / GIB, 1), words)
 
 

@@ -1,10 +1,9 @@
-"""Holds one recipe on one machine with its plan, which every stage is given; and says how large its checkpoints are."""
+"""Holds one recipe on one machine with its plan, which every stage is given."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult
-from sft.plan.precision import MASTER
 from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Fsdp, Recipe
 
@@ -100,34 +98,3 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
         # It also follows from the memory of the machine.
         decisions["gradients"] = Decision(earlier["gradients"], REASON)
     return replace(job, plan=replace(plan, **decisions), data=data)
-
-
-def bytes_per_parameter(job: Job) -> tuple[int, int]:
-    """What one trained parameter takes in a checkpoint, and in final/."""
-    # At most: some keep fewer bytes for some weights.
-    moments = {"adafactor": 1, "lion": 4}.get(job.recipe.train.optim, 8)
-    has_copy = job.plan.weights.value == MASTER
-    if job.deepspeed is None:
-        return (2 + 4 + moments, 2) if has_copy else (4 + moments, 4)
-    weights = 2 if has_copy or job.plan.precision.value != "fp32" else 4
-    # An fp32 copy; and below stage 3 DeepSpeed writes the weights a second time in its own format.
-    return weights * (2 if job.deepspeed.stage < 3 else 1) + 4 + moments, weights
-
-
-def checkpoint_bytes(job: Job) -> int:
-    """Of a checkpoint to come; 0 where it is not known."""
-    return (trained_parameters(job) or 0) * bytes_per_parameter(job)[0]
-
-
-def trained_parameters(job: Job) -> int | None:
-    """Parameters that a checkpoint holds; None where config.json does not tell, or adapters alone are trained."""
-    return None if job.recipe.model.lora is not None else job.model.parameters
-
-
-def checkpoints_to_come(job: Job, there: int) -> int:
-    """Checkpoints that still need room: one more than are kept, since the oldest goes when the newest is complete, less those `there`."""
-    train, steps = job.recipe.train, job.plan.max_steps.value
-    written = train.save_total_limit + train.load_best_model_at_end + 1
-    if steps is not None:
-        written = min(written, ceil(steps / job.save_steps))
-    return max(1, written - there)

@@ -114,10 +114,14 @@ class Plan:
     """Optimizer steps; None until the data is counted."""
     time: Decision[str | None] = Decision(None, "not planned")
     """Of the training, by arithmetic and a guess; None where it is not known."""
+    disk: Decision[str | None] = Decision(None, "not planned")
+    """What the run writes, in words; None where it is not known."""
 
     def settings(self) -> dict[str, Any]:
         """The values that every rank must share; not the expectations of the data, which may be estimates."""
-        estimates = "documents_per_step trained_tokens_per_step steps_per_epoch max_steps warmup_steps time".split()
+        estimates = (
+            "documents_per_step trained_tokens_per_step steps_per_epoch max_steps warmup_steps time disk".split()
+        )
         return {one["name"]: one["value"] for one in self.decisions() if one["name"] not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:

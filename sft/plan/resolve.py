@@ -19,6 +19,7 @@ from sft.plan.batch import (
 )
 from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
+from sft.plan.disk import resolve_disk
 from sft.plan.engine import resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
@@ -87,7 +88,7 @@ def resolve_plan(
     refuse(case)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, plan)
-    return replace(plan, time=resolve_time(case))
+    return replace(plan, time=resolve_time(case), disk=resolve_disk(case))
 
 
 def _regularization(recipe: Recipe) -> dict[str, Decision[Any]]:

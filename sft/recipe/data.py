@@ -60,7 +60,7 @@ class Source(Section):
     """Format of the rows. None: detected from their columns, and printed."""
 
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Renamed columns, ours to theirs, such as {instruction: question, output: answer}."""
+    """Renamed columns, our name to theirs, such as {instruction: question, output: answer}."""
 
     function: Function | None = None
     """Python that converts the rows of this source, as `file.py:name`. None: that of `data.function`."""
@@ -106,8 +106,8 @@ class Data(Section):
     """Tokens of a pack, at least max_length. None: max_length. A longer pack holds more documents and leaves less space unused."""
 
     loss_on: Literal["auto", "assistant", "completion", "last_assistant", "all"] = "auto"
-    """Target tokens, each answer with its end-of-turn token. `auto`: every assistant turn; of rows with a prompt, the completion. Plain
-    text is always trained in full, and tokens follow their labels."""
+    """Target tokens, each answer with its end-of-turn token. `auto`: the completion of rows with a prompt, else every assistant turn.
+    Plain text is always trained in full; tokenized rows follow their labels."""
 
     reasoning: Literal["keep", "drop"] = "keep"
     """Reasoning content of the assistant (`reasoning_content`, `<think>` blocks): train it as part of the turn, or drop it."""
@@ -126,10 +126,10 @@ class Data(Section):
     """A row that cannot be read or rendered: stop with its number, or drop and count it."""
 
     refuse: tuple[Finding, ...] = ()
-    """Findings that make a row a bad row. Without this they are reported only."""
+    """Findings that make a row a bad row. Without this they are only reported."""
 
     allow: Annotated[tuple[FindingOfAllRows, ...], FREE] = ()
-    """Findings that nearly all rows of a source may have. Any other such finding stops the run: the rows were generated wrongly."""
+    """Findings that most rows of a source may share. Any other finding that common stops the run: the data was probably built wrongly."""
 
     max_dropped_fraction: Annotated[Fraction, FREE] = 0.1
     """Stop the run if a larger fraction of rows is dropped for other reasons (bad rows, no answer). Duplicates do not count."""
@@ -141,7 +141,7 @@ class Data(Section):
     """Train only on the first of identical rows."""
 
     seed: int = Field(default=0, ge=0)
-    """Seed of what is drawn: the mixture, the eval split, the places in packs."""
+    """Seed of the mixture, the eval split, and the placement in packs."""
 
     @model_validator(mode="after")
     def _sources_agree(self) -> Data:

@@ -13,10 +13,10 @@ class Server(Section):
     """An OpenAI-compatible server that serves the models; docs/evaluation-backends.md."""
 
     base_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
-    """Address with its `/v1`, such as `http://127.0.0.1:8000/v1`."""
+    """Address, including `/v1`, such as `http://127.0.0.1:8000/v1`."""
 
     base_url_of_base: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
-    """Address of the server for the base model, where it is another one."""
+    """Address of the server for the base model, if different."""
 
     base: str | None = None
     """Served name of a run's base model. None: its name or path."""
@@ -54,10 +54,10 @@ class Chat(Section):
     """Prompts that the base and the tuned model answer after training; docs/chat.md."""
 
     prompts: tuple[str | tuple[Turn, ...], ...] | None = Field(default=None, min_length=1)
-    """Each a text, or the turns of a conversation that the model continues. None: eight of ours; the demo has its own."""
+    """Each is a text, or the turns of a conversation to continue. None: eight of ours; the demo has its own."""
 
     max_new_tokens: int = Field(default=512, gt=0)
-    """Tokens of the longest answer, where the context has room for it. An answer that reaches it has not stopped on its own."""
+    """Tokens of the longest answer, if the context has room. An answer that reaches this has not stopped on its own."""
 
 
 def _chat_branch(value: Any) -> str:
@@ -71,7 +71,7 @@ ChatOrNot = Annotated[
 
 
 class Gate(Section):
-    """What the tuned model must meet; otherwise the exit status is 3. Names are tasks, `overall`, or `task/metric`."""
+    """Requirements for the tuned model; if it fails one, the exit status is 3. Names are tasks, `overall`, or `task/metric`."""
 
     max_regression: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Largest allowed drop from base to tuned by task, in the unit of its deciding metric: `{ifeval: 0.02, default: 0.05}`. `default`
@@ -81,7 +81,7 @@ class Gate(Section):
     """Minimum score of the tuned model by task: `{gsm8k: 0.40}`."""
 
     judge_by: Literal["score", "evidence"] = "score"
-    """`score`: a larger drop fails, even one by chance. `evidence`: only a drop whose verdict is REGRESSED fails: `default: 0` is any."""
+    """`score`: a larger drop fails, even one by chance. `evidence`: it fails only if its verdict is REGRESSED."""
 
     @model_validator(mode="after")
     def _requires_something(self) -> Gate:
@@ -146,19 +146,19 @@ class Evaluation(Section):
     """Tokens of prompt and answer together. None: the model's context length."""
 
     parallelize: bool | Literal["auto"] = "auto"
-    """Place the layers on all visible GPUs, which then compute one after another. `auto`: where the weights do not fit on one."""
+    """Place the layers on all visible GPUs, which then compute one after another. `auto`: if the weights do not fit on one."""
 
     processes: Positive | Literal["auto"] = "auto"
-    """Processes that share the documents, each with a full model. `auto`: one per visible GPU, where the model fits on one."""
+    """Processes that share the documents, each with a full model. `auto`: one per visible GPU, if the model fits on one."""
 
     max_gen_toks: int | None = Field(default=None, gt=0)
-    """Tokens of the longest answer. None: each task's own limit, or 1,024 where it has none."""
+    """Tokens of the longest answer. None: each task's own limit, or 1,024 if it has none."""
 
     apply_chat_template: bool = True
     """Apply the tuned model's chat template to prompts."""
 
     base_template: Literal["tuned", "own"] = "tuned"
-    """Chat template for a base model that has none or another one: the tuned model's, or its own prompts."""
+    """Prompts of a base model with no chat template or a different one: through the tuned model's, or its own."""
 
     base_cache: bool = True
     """Reuse base model results that another run in this output_dir measured with the same settings."""
@@ -182,14 +182,14 @@ class Evaluation(Section):
     """Have base and tuned model answer some prompts after training, and check that answers stop on their own. `false`: skip this."""
 
     gate: Gate | None = None
-    """What the tuned model must meet, for scripts and CI."""
+    """Requirements for the tuned model, for scripts and CI."""
 
     contamination: bool | Annotated[int, Field(ge=4)] = True
     """Search the training data for the tasks' documents, by n-grams of this many words; true is 13."""
 
     every_steps: Positive | None = None
-    """Optimizer steps between evaluations during training, on the model in training whatever `backend` says; docs/metrics.md. None: only
-    after training."""
+    """Optimizer steps between evaluations of the live model during training, whatever `backend` says; docs/metrics.md. None: only after
+    training."""
 
     every_tasks: tuple[str, ...] = ()
     """Tasks of those evaluations. Empty: tasks and suite."""

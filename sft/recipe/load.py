@@ -67,7 +67,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
     # A section whose lines are all commented out reads as null; it means its defaults.
     values = {key: {} if value is None and key in Recipe.model_fields else value for key, value in values.items()}
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
     _drop_removed_findings(values, origin)
     version = values.get("schema_version")
     if isinstance(version, int) and version != SCHEMA_VERSION:
@@ -175,7 +175,8 @@ def _read_yaml(text: str, origin: str) -> Any:
         raise RecipeError(f"{origin} is not valid YAML:\n  {str(error).splitlines()[0]}") from None
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Put the value of a `key=value` where its dots say. Raises RecipeError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise RecipeError(f"'{override}' is not an override. Write key=value, for example train.learning_rate=1e-5.")

@@ -31,29 +31,29 @@ class Lora(Section):
     output head. Each name must match."""
 
     use_dora: bool = False
-    """Train the length of each row of a weight apart from its direction (DoRA). Slower; not under ZeRO-3 and FSDP2."""
+    """Train the length of each row of a weight separately from its direction (DoRA). Not under ZeRO-3 and FSDP2."""
 
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead (rsLoRA), so that high ranks learn as fast as low ones."""
 
     init_lora_weights: bool | str = True
-    """What adapters start as: `true` (no effect at first), `gaussian`, `orthogonal`, or a part of the base's weights that is taken out of
-    them: `pissa`, `pissa_niter_16` (its quick approximation, by so many iterations) and `olora`."""
+    """Initial adapters: `true` (no effect at first), `gaussian`, `orthogonal`; or part of the base's weights, which is removed from the
+    base: `pissa`, `pissa_niter_16` (a fast approximation with 16 iterations) and `olora`."""
 
     modules_to_save: tuple[str, ...] = ()
-    """Names of other layers that are trained whole, such as `lm_head` of a model whose embeddings are not tied."""
+    """Names of other layers to train in full, such as `lm_head` of a model whose embeddings are not tied."""
 
     layers_to_transform: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Numbers of the decoder layers that get adapters, from 0; none: all."""
+    """Indices, from 0, of the decoder layers that get adapters. Empty: all."""
 
     layers_pattern: str | None = None
-    """Name of the list of decoder layers, where peft does not know it."""
+    """Name of the list of decoder layers, if peft does not know it."""
 
     rank_pattern: dict[str, Positive] = Field(default_factory=dict)
     """Other ranks by name, or by a regular expression for the end of the full name: `{down_proj: 64}`. Each must match."""
 
     alpha_pattern: dict[str, Positive] = Field(default_factory=dict)
-    """Other values of lora_alpha, likewise."""
+    """Other values of lora_alpha, in the same way."""
 
     @property
     def takes_from_base(self) -> bool:

@@ -85,23 +85,23 @@ class Optimization(Section):
 
     # A new schedule is a name here, and transformers' name for it in SCHEDULES of sft/train/arguments.py.
     lr_scheduler_type: Annotated[Schedule, _SCHEDULE] = "cosine"
-    """Shape of the learning rate after warmup; docs/optimizers.md draws each. `constant` is `constant_with_warmup`, and
+    """Shape of the learning rate after warmup; docs/optimizers.md describes each. `constant` is `constant_with_warmup`, and
     `cosine_with_min_lr` is `cosine` with a min_lr_ratio."""
 
     min_lr_ratio: Annotated[Fraction, _SCHEDULE] = 0.0
-    """Where the schedules cosine, cosine_with_min_lr, warmup_stable_decay and polynomial end, as a fraction of learning_rate."""
+    """Final rate of cosine, cosine_with_min_lr, warmup_stable_decay and polynomial, as a fraction of learning_rate."""
 
     warmup_steps: Annotated[int, _SCHEDULE] = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0 (warmup_stable_decay: from min_lr_ratio)."""
 
     warmup_ratio: Annotated[float | None, _SCHEDULE] = Field(default=None, ge=0, lt=1)
-    """The warmup as a fraction of all steps, rounded up. Give one of the two."""
+    """The warmup as a fraction of all steps, rounded up. Set this or warmup_steps."""
 
     lr_decay_steps: Annotated[int | None, _SCHEDULE] = Field(default=None, gt=0)
-    """Last optimizer steps, over which warmup_stable_decay falls."""
+    """Number of final optimizer steps over which warmup_stable_decay falls."""
 
     lr_decay_ratio: Annotated[float | None, _SCHEDULE] = Field(default=None, gt=0, le=1)
-    """The decay as a fraction of all steps, rounded up. Give one of the two."""
+    """The decay as a fraction of all steps, rounded up. Set this or lr_decay_steps."""
 
     lr_decay_type: Annotated[Literal["linear", "cosine", "1-sqrt"], _SCHEDULE] = "cosine"
     """Shape of the decay of warmup_stable_decay."""
@@ -110,8 +110,7 @@ class Optimization(Section):
     """Power of the schedule polynomial: 1 is a line, 2 falls faster at first."""
 
     optim: Annotated[Optimizer, _OPTIMIZER] = "adamw"
-    """The optimizer; docs/optimizers.md has its memory, and the engines that take it. `muon`: for the matrices of the layers, AdamW for
-    the rest."""
+    """The optimizer; docs/optimizers.md has the memory and engines of each. `muon` updates the matrices of the layers, AdamW the rest."""
 
     optim_args: Annotated[dict[str, JsonValue], _OPTIMIZER] = Field(default_factory=dict)
     """Arguments of lion (beta1, beta2), adafactor (decay_rate, clip_threshold, scale_parameter) and muon (momentum, nesterov, ns_steps,
@@ -121,7 +120,7 @@ class Optimization(Section):
     """Decoupled weight decay, on all weights except biases and norms."""
 
     adam_beta1: Annotated[float, _OPTIMIZER] = Field(default=0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment; also of the 8-bit ones, and of muon's AdamW."""
+    """Decay of AdamW's first moment, also in its 8-bit variants and in muon's AdamW."""
 
     adam_beta2: Annotated[float, _OPTIMIZER] = Field(default=0.95, ge=0, lt=1)
     """Decay of AdamW's second moment."""

@@ -49,28 +49,28 @@ class RopeScaling(Section):
     """Extend the model's positions (its context), under transformers' names."""
 
     rope_type: Literal["yarn", "linear", "llama3"]
-    """`dynamic` and `longrope` are left out: they depend on the longest document of a pack, so that packed differs from separate."""
+    """Method. `dynamic` and `longrope` are refused: they depend on the longest document of a pack, so packed would differ from separate."""
 
     factor: float = Field(gt=1)
-    """How many times the positions."""
+    """Multiplies the positions."""
 
     original_max_position_embeddings: int | None = Field(default=None, gt=0)
-    """Positions that the model was pretrained with. None: max_position_embeddings of its config.json."""
+    """Positions the model was pretrained with. None: max_position_embeddings of its config.json."""
 
     attention_factor: float | None = Field(default=None, gt=0)
     """yarn: scale of the attention; None: computed from the factor."""
 
     beta_fast: float | None = Field(default=None, gt=0)
-    """yarn: turns above which frequencies stay; None: 32."""
+    """yarn: frequencies above this many rotations stay unchanged; None: 32."""
 
     beta_slow: float | None = Field(default=None, gt=0)
-    """yarn: turns below which frequencies are divided by the factor; None: 1."""
+    """yarn: frequencies below this many rotations are divided by the factor; None: 1."""
 
     low_freq_factor: float | None = Field(default=None, gt=0)
-    """llama3 needs it; Llama 3.1 has 1."""
+    """Required by llama3; Llama 3.1 has 1."""
 
     high_freq_factor: float | None = Field(default=None, gt=0)
-    """llama3 needs it; Llama 3.1 has 4."""
+    """Required by llama3; Llama 3.1 has 4."""
 
     @model_validator(mode="after")
     def _keys_of_the_type(self) -> RopeScaling:
@@ -102,25 +102,25 @@ class Model(Section):
     attn_implementation: Annotated[
         Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"], _ROUNDING
     ] = "auto"
-    """Attention function. `varlen`: attends within each packed document; needs nothing installed. `auto`: flash-attn where it is installed
+    """Attention function. `varlen`: attends within each packed document; needs nothing installed. `auto`: flash-attn if it is installed
     and runs, else varlen, else sdpa with a mask over the whole pack; the plan gives the reason."""
 
     kernels: Annotated[Literal["auto", "liger", "none"], _ROUNDING] = "auto"
-    """Liger's fused norms, rotary embedding and MLP. `auto`: on a GPU, where Liger has kernels for the model type; the plan gives the
-    reason where not."""
+    """Liger's fused norms, rotary embedding and MLP. `auto`: on a GPU, if Liger has kernels for the model type; otherwise the
+    plan gives the reason."""
 
     compile: Annotated[bool, _ROUNDING] = False
-    """Apply torch.compile to each decoder layer: faster steps after a minute or more at the start. Not with Liger or ZeRO-3."""
+    """Apply torch.compile to each decoder layer, which delays the first steps. Not with Liger or ZeRO-3."""
 
     chat_template: Annotated[str | None, _MODEL] = None
     """A .jinja file, or the name of one of ours (`chatml`, `plain`). None: the tokenizer's own."""
 
     pad_token: Annotated[str | None, _MODEL] = None
-    """Padding token, from the vocabulary or new_tokens, where the tokenizer has none. Never the end-of-turn token: where the tokenizer
-    pads with that, None selects another special token."""
+    """Padding token, from the vocabulary or new_tokens, if the tokenizer has none. Never the end-of-turn token: if the tokenizer pads with
+    that, None selects another special token."""
 
     eos_token: Annotated[str | None, _MODEL] = None
-    """The token that ends a turn, from the vocabulary or new_tokens, where the tokenizer's own is wrong or missing."""
+    """The token that ends a turn, from the vocabulary or new_tokens, if the tokenizer's own is wrong or missing."""
 
     new_tokens: Annotated[tuple[Annotated[str, Field(min_length=2)], ...], _MODEL] = ()
     """Special tokens to add, such as `<|im_start|>`. Their embeddings start as the mean of the others."""
@@ -129,19 +129,19 @@ class Model(Section):
     """Train adapters instead of all weights; `lora: {}` takes the defaults."""
 
     rope_scaling: Annotated[RopeScaling | None, _MODEL] = None
-    """Extend the model's positions, such as `{rope_type: yarn, factor: 4.0}`; train on documents of the new length. final/config.json
-    holds it. None: the model's own."""
+    """Extend the model's positions, for example `{rope_type: yarn, factor: 4.0}`; train on documents of the new length. Saved in
+    final/config.json. None: the model's own."""
 
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _MODEL] = ()
-    """Regular expressions for parameter names; what one is found in stays as it is while the other weights are trained:
-    `["embed_tokens", "layers\\.[0-3]\\."]`. Each must match. Not with `lora`, which leaves all of the base as it is."""
+    """Regular expressions searched in parameter names; matching parameters stay frozen, the others are trained:
+    `["embed_tokens", "layers\\.[0-3]\\."]`. Each must match. Not with `lora`, which freezes the whole base."""
 
     quantization: Annotated[Literal["nf4", "fp4", "int8"] | None, _MODEL] = None
-    """Keep the frozen base in 4 bits (`nf4`, `fp4`) or 8 (`int8`) beside `lora` (QLoRA, by bitsandbytes). Layers compute in
-    train.precision. final/ is the adapters merged into the dequantized base: what was trained."""
+    """Keep the frozen base of `lora` in 4 bits (`nf4`, `fp4`) or 8 (`int8`): QLoRA, by bitsandbytes. Layers compute in train.precision.
+    final/ is the adapters merged into the dequantized base."""
 
     bnb_4bit_use_double_quant: Annotated[bool, _MODEL] = True
-    """Quantize the scales of `nf4` and `fp4` too: 0.4 bits a weight less."""
+    """Quantize the scales of `nf4` and `fp4` too: saves 0.4 bits per weight."""
 
     @field_validator("freeze")
     @classmethod

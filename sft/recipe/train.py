@@ -38,8 +38,8 @@ class Fsdp(Section):
     """Wrap modules with at least this many parameters. None: wrap each decoder layer."""
 
     prefetch: int | None = Field(default=None, gt=0)
-    """Layers to gather ahead of the one that computes, in both passes. None: FSDP2's own order, about one. More layers hide a slower
-    network, and each costs the memory of a layer."""
+    """Layers to gather ahead of the current one, in both passes. None: FSDP2's own order, about one. Each further layer hides more of a
+    slow network and costs the memory of a layer."""
 
     offload_params: bool = False
     """Keep weights, gradients and optimizer state in CPU memory, and run the optimizer there."""
@@ -65,7 +65,7 @@ class Train(Optimization):
     """Sequences per optimizer step, over all GPUs; with packing, a sequence is a pack. Decides the result."""
 
     global_batch_tokens: Annotated[int | None, _ORDER] = Field(default=None, gt=0)
-    """The global batch in tokens: a multiple of data.pack_length, or of data.max_length where that is unset. Give one of the two."""
+    """The global batch in tokens: a multiple of data.pack_length, or of data.max_length if that is unset. Set this or global_batch_size."""
 
     micro_batch_size: Annotated[Positive | Literal["auto"], FREE] = "auto"
     """Sequences per forward pass on one GPU. Decides memory and speed only. `auto`: measured on a GPU; docs/memory.md."""
@@ -75,7 +75,7 @@ class Train(Optimization):
     sequences without loss to each step, so that the result stays the same."""
 
     learning_rate: Annotated[float, _PEAK] = Field(default=1e-5, gt=0, le=1)
-    """Peak learning rate of AdamW, at base_batch_size where that is set."""
+    """Peak learning rate, at base_batch_size if that is set."""
 
     lr_scaling: Annotated[Literal["none", "linear", "sqrt"], _PEAK] = "none"
     """Multiply learning_rate by batch / base_batch_size (`linear`) or its square root (`sqrt`)."""
@@ -84,7 +84,7 @@ class Train(Optimization):
     """The batch size you tuned learning_rate for, in the unit of the batch: sequences, or tokens with global_batch_tokens."""
 
     num_train_epochs: Annotated[float, _SCHEDULE] = Field(default=1.0, gt=0)
-    """Passes over the data. max_steps, where set, overrides it."""
+    """Passes over the data. max_steps, if set, overrides it."""
 
     max_steps: Annotated[int | None, _SCHEDULE] = Field(default=None, gt=0)
     """Optimizer steps to train."""
@@ -93,11 +93,10 @@ class Train(Optimization):
     """Clip the gradient to this norm; 0 never clips."""
 
     neftune_noise_alpha: Annotated[float | None, _NOISE] = Field(default=None, gt=0)
-    """NEFTune: add uniform noise to the embeddings in training, of +-alpha / sqrt(document's length x hidden size). 5 to 15 are usual."""
+    """NEFTune: in training, add uniform noise within +-alpha / sqrt(document length x hidden size) to the embeddings. 5 to 15 are usual."""
 
     label_smoothing_factor: Annotated[float, _SMOOTHING] = Field(default=0.0, ge=0, lt=1)
-    """Take this fraction of the loss from all tokens of the vocabulary, evenly, and the rest from the target. It needs all logits. The eval
-    loss is without it."""
+    """Spread this fraction of the loss evenly over the vocabulary. Needs all logits. The eval loss is not smoothed."""
 
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], _PRECISION] = "auto"
     """Dtype of the forward and backward pass. `auto`: bf16 where the GPU supports it, else fp32."""
@@ -110,13 +109,13 @@ class Train(Optimization):
     docs/memory.md."""
 
     deepspeed: Annotated[str | None, FREE] = None
-    """A DeepSpeed file: one of ds_configs/ (`zero2`, `ds_configs/zero2.json`) or your own. None: `parallel` or `fsdp` decide, else DDP."""
+    """A DeepSpeed file: one of ds_configs/ (`zero2`, `ds_configs/zero2.json`) or your own. None: `parallel` or `fsdp` decides, else DDP."""
 
     fsdp: Annotated[Fsdp | None, FREE] = None
     """Shard the model with FSDP2; `fsdp: {}` takes the defaults."""
 
     parallel: Annotated[Literal["auto"] | None, FREE] = None
-    """`auto`: the cheapest engine that fits, computed from the memory; docs/memory.md. None: deepspeed or fsdp, else DDP."""
+    """`auto`: the cheapest engine that fits in memory, by arithmetic; docs/memory.md. None: deepspeed or fsdp, else DDP."""
 
     tensor_parallel_size: Annotated[int, FREE] = Field(default=1, gt=0)
     """GPUs that share the matrices of each layer. They see the same batch."""
@@ -140,13 +139,13 @@ class Train(Optimization):
     """Number of checkpoints to keep."""
 
     load_best_model_at_end: Annotated[bool, _BEST] = False
-    """Make final/ the best checkpoint by metric_for_best_model instead of the last step. It is kept beside those of save_total_limit."""
+    """Make final/ the best checkpoint by metric_for_best_model instead of the last step. It does not count in save_total_limit."""
 
     metric_for_best_model: Annotated[str, _BEST] = EVAL_LOSS
     """`eval_loss`, the loss on data.held_out; or a metric of eval.every_steps, as `task/metric`."""
 
     greater_is_better: Annotated[bool | None, _BEST] = None
-    """Whether a larger value of the metric is better. None: not for a loss or a perplexity, else it is."""
+    """Whether a larger value of the metric is better. None: false for a loss or perplexity, else true."""
 
     early_stopping_patience: Annotated[int | None, _BEST] = Field(default=None, gt=0)
     """Stop after this many measurements in a row without a better one. None: train all steps."""
@@ -178,11 +177,11 @@ class Train(Optimization):
     """When a loss or gradient is NaN or infinite: stop before the step, or skip it."""
 
     max_nonfinite_steps: Annotated[int, FREE] = Field(default=10, gt=0)
-    """Steps to skip over the whole run before it stops."""
+    """Steps that may be skipped in the whole run before it stops."""
 
     save_canary: Annotated[bool, UNRELATED] = True
-    """Verify saves: after step 1 save the model as at the end and compare it with the model in memory, so that a save that loses weights
-    stops the run in its first minute. final/ is verified the same way; docs/saving.md."""
+    """Verify saves: after step 1, save the model as at the end and compare it with the model in memory, so that a save that loses weights
+    stops the run early. final/ is verified the same way; docs/saving.md."""
 
     trainer_args: Annotated[dict[str, JsonValue], _UNKNOWN] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, validated against it. Fields that the plan decides are refused."""
@@ -206,7 +205,7 @@ class Train(Optimization):
         return value
 
     callbacks: Annotated[tuple[Function | Callback, ...], _CALLBACKS] = ()
-    """transformers' TrainerCallbacks of your own, as `file.py:Class`, or with `arguments`; they run on each rank. docs/trackers.md"""
+    """Your own transformers TrainerCallbacks, as `file.py:Class`, or with `arguments`; they run on each rank; docs/trackers.md."""
 
     @model_validator(mode="after")
     def _one_batch(self) -> Train:

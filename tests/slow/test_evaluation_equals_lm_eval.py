@@ -181,7 +181,7 @@ def scores(results: Path) -> Scores:
     return {task: {key: value for key, value in values.items() if "," in key} for task, values in found.items()}
 
 
-@pytest.mark.parametrize(("number", "batch_size"), [(1, 8), (2, 1)])
+@pytest.mark.parametrize(("number", "batch_size"), [pytest.param(1, 8, marks=pytest.mark.extra), (2, 1)])
 def test_a_run_equals_lm_eval_by_hand(
     number: int, batch_size: int, run: Run, ranks: Ranks, by_hand: Callable[..., Scores]
 ) -> None:

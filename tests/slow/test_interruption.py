@@ -16,7 +16,7 @@ import pytest
 
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from tests.slow.conftest import Start, lines_of, plain, until, write_recipe, write_task
+from tests.slow.conftest import Start, lines_of, plain, rows, until, write_recipe, write_task
 from tests.slow.engine_runs import assert_same_weights
 from tests.slow.ranks import Ranks
 
@@ -172,7 +172,7 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize("name", rows(HANGS, ["one process in C", "a stopped rank"]))
 def test_a_job_that_hangs_ends_within_ddp_timeout_with_its_stacks(name: str, recipe: Path, ranks: Ranks) -> None:
     """Stacks are written after half of it, where the hanging process can."""
     count, at, action, timeout = HANGS[name]

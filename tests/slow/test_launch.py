@@ -76,6 +76,7 @@ def launcher_of(restarts: int, ranks: int) -> list[str | Path]:
     return [sys.executable, "-c", program, FAULTS]
 
 
+@pytest.mark.extra
 def test_one_process_that_failed_restarts_as_one_process(recipe: Path, command: Command) -> None:
     words = [*launcher_of(1, ranks=1), recipe, "train.save_steps=1", "train.deepspeed=zero2", "train.resume=never"]
     printed = command(words, PYTHONPATH=str(REPOSITORY), AT="after step 3", DO="SIGKILL", STARTS="1")

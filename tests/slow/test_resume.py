@@ -102,7 +102,19 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target", "kind"), ELSEWHERE)
+REPEATED = {
+    ("2 ZeRO-2 offload", "1", "packed"),
+    ("2 ZeRO-2", "2 tensor parallel", "packed"),
+    ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
+    ("1", "2 ZeRO-2", "packed, bf16"),
+}
+"""Whose law another row holds too."""
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind"),
+    [pytest.param(*case, marks=pytest.mark.extra if case in REPEATED else ()) for case in ELSEWHERE],
+)
 def test_a_run_resumed_on_other_ranks_or_another_engine_equals_one_that_stayed(
     source: str, target: str, kind: str, runs: EngineRuns
 ) -> None:

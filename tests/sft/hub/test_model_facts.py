@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from sft.errors import ModelError
+from sft.data.sources import source_files
+from sft.errors import DataError, ModelError
 from sft.hub.demo import Demo
 from sft.hub.model_facts import Architecture, ModelFacts, empty_model, inspect_model, read_architecture
 from sft.hub.names import model_path
@@ -170,6 +171,18 @@ def test_a_window_counts_where_layers_have_it(
 )
 def test_which_heads_flash_attention_computes(width: int | None, values: int | None, fits: bool) -> None:
     assert Architecture(head_dim=width, value_head_dim=values).one_kernel == fits
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("builtin:nope", "`builtin:demo` is the only built-in"), ("a b", "no hub id"), ("foo..bar", "no hub id")],
+)
+def test_a_name_that_can_be_nothing_is_refused_without_the_hub(name: str, words: str, make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(f"model.name_or_path={name}", f"data.train={name}")
+    with pytest.raises(ModelError, match=words):
+        model_path(recipe)
+    with pytest.raises(DataError, match=words):
+        source_files(recipe.sources[0], recipe.output_dir)
 
 
 @pytest.mark.parametrize(

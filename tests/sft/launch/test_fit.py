@@ -1,0 +1,66 @@
+"""`sft plan RECIPE --fit` through the real command."""
+
+from pathlib import Path
+
+import pytest
+
+from sft import cli
+from sft.errors import UserError
+from sft.recipe.load import load_recipe
+
+LARGE = ["data.pack_length=131072", "train.gradient_checkpointing=false"]
+
+
+def run(*words: object) -> None:
+    cli.run(["plan", *map(str, words)])
+
+
+def test_the_changes_are_listed_planned_and_written(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [recipe_file, *LARGE, f"output_dir={tmp_path / 'out'}", "--on", "1x4GB"]
+    run(*command, "--fit")
+    shown = capsys.readouterr().out
+    assert "does not fit on 1 x GPU (4 GiB)" in shown
+    assert "  1. train.gradient_checkpointing=" in shown
+    assert shown.index("result: none but rounding") < shown.index("1x24GB") < shown.index("data.pack_length=")
+    run(*command, "--fit", "1")
+    assert "gradient_checkpointing" in capsys.readouterr().out
+    file = tmp_path / "smaller.yaml"
+    run("--fit", *command, "--write", file)
+    written = load_recipe(file)
+    assert written.train.gradient_checkpointing not in (False, "auto")
+    assert written.data.pack_length == 131072
+    run(file, "--on", "1x4GB", "--fit")
+    assert "fits on 1 x GPU (4 GiB)" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--fit"], "there is none here. Name some: --on 8x80GB"),
+        (["--fit", "--on", "8xH9000"], "--on 8xH9000: .* H100"),
+        (["--fit", "99", "--on", "1x4GB", *LARGE], "--fit 99: there are \\d+ changes"),
+        (["--write", "new.yaml"], "--write writes a recipe with a change that --fit finds"),
+        (["--fit", "--on", "8x80GB", "--write", "new.yaml"], "--write .*new.yaml: .* fits .* nothing to change"),
+        (["--fit", "--on", "8x80GB", "--write", "new.txt"], "--write new.txt: .*ends in .yaml"),
+        (["--fit", "--on", "8x80GB", "--write", "nowhere/new.yaml"], "there is no folder nowhere"),
+        (["--price", "-1"], "--price -1: .* such as 2.5"),
+        (["--price", "nan"], "--price nan: .* such as 2.5"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    words: list[str], message: str, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        run(recipe_file, f"output_dir={tmp_path / 'out'}", *words)
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_a_recipe_that_is_there_is_never_overwritten(recipe_file: Path) -> None:
+    before = recipe_file.read_bytes()
+    with pytest.raises(UserError, match="it exists already"):
+        run(recipe_file, *LARGE, "--on", "1x4GB", "--fit", "--write", recipe_file)
+    assert recipe_file.read_bytes() == before
