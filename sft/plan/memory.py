@@ -27,7 +27,7 @@ from sft.plan.hardware import Hardware
 from sft.plan.layers import HEAD_TILE, resolve_kernels
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape
-from sft.plan.precision import computes_in_half, gradient_bytes
+from sft.plan.precision import gradient_bytes, resolve_precision
 from sft.recipe.schema import Fsdp, Recipe
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ class _Sizes:
         self.embedding = self.vocabulary * self.hidden
         # A gated MLP in a layer of that size, whose attention is about 2.5 h squared: also the experts of a mixture.
         self.wide = max((self.layer - 2.5 * self.hidden**2) / (3 * self.hidden), self.hidden) if self.hidden else 0.0
-        self.is_half = computes_in_half(recipe, hardware.gpu)
+        self.precision = resolve_precision(recipe, hardware, model).value
+        self.is_half = self.precision != "fp32"
         self.width = 2 if self.is_half else 4
         lora = recipe.model.lora
         self.adapters = lora is not None
@@ -162,7 +163,7 @@ class _Sizes:
         whole = len(lora.modules_to_save) * self.embedding if lora else 0.0
         self.trained: float = of_adapters + whole if lora else self.parameters - model.frozen_parameters
         # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
-        alone = hardware.ranks == 1 and recipe.train.precision != "fp16" and recipe.train.optim == "adamw"
+        alone = hardware.ranks == 1 and self.precision != "fp16" and recipe.train.optim == "adamw"
         self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
         self.of_gradient = self._of_gradient(engine.stage == 0 and alone)
         self.passed = self._pass(hardware, model)
@@ -185,7 +186,7 @@ class _Sizes:
             return None
         from sft.plan.simulation import Pass, simulated  # imports torch
 
-        train, half = self.recipe.train, "float16" if self.recipe.train.precision == "fp16" else "bfloat16"
+        train, half = self.recipe.train, "float16" if self.precision == "fp16" else "bfloat16"
         in_half = self.is_half and not self.autocasts
         wanted = Pass(
             tokens=self.tokens,
