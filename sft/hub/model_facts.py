@@ -37,6 +37,9 @@ LIGER_TYPES = frozenset(
 )
 """Types whose layers Liger replaces. Importing Liger to find out would take three seconds. Not qwen3_5_moe: 0.8.5 knows and fails on it."""
 
+OVERFLOWS_FP16 = frozenset("gemma3 gemma3_text gemma3n gemma3n_text".split())
+"""Types whose activations are known to exceed 65,504, the largest number of fp16."""
+
 _ATTENTION_LAYERS = frozenset(f"{kind}_attention" for kind in ("full", "sliding", "chunked", "indexed")) | {"attention"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 

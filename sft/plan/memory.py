@@ -23,7 +23,7 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.optimizer import state_bytes
-from sft.plan.precision import computes_in_half, gradient_bytes
+from sft.plan.precision import gradient_bytes, resolve_precision
 from sft.recipe.schema import Recipe
 
 GIB = 2**30
@@ -128,7 +128,8 @@ class _Sizes:
         self.embedding = self.vocabulary * self.hidden
         # A gated MLP in a layer of that size, whose attention is about 2.5 h squared: also the experts of a mixture.
         self.wide = max((self.layer - 2.5 * self.hidden**2) / (3 * self.hidden), self.hidden) if self.hidden else 0.0
-        self.is_half = computes_in_half(recipe, hardware.gpu)
+        precision = resolve_precision(recipe, hardware, model).value
+        self.is_half = precision != "fp32"
         self.width = 2 if self.is_half else 4
         lora = recipe.model.lora
         self.adapters = lora is not None
@@ -145,7 +146,7 @@ class _Sizes:
         self.held = self.width * self.parameters + self._quantized(model)
         """Bytes of all weights in the dtype that they are kept in."""
         # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
-        alone = hardware.ranks == 1 and recipe.train.precision != "fp16" and recipe.train.optim == "adamw"
+        alone = hardware.ranks == 1 and precision != "fp16" and recipe.train.optim == "adamw"
         self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
 
     def _quantized(self, model: ModelFacts) -> float:
