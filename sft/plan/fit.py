@@ -310,5 +310,10 @@ def describe(found: Proposal) -> str:
 def gib(memory: MemoryEstimate, hardware: Hardware) -> str:
     """Needed and there: `21.5 of 80 GiB`."""
     assert hardware.gpu
-    cpu = f", {memory.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory" if memory.cpu else ""
+    assumed = " (assumed)" if hardware.cpu_memory_assumed else ""
+    cpu = (
+        f", {memory.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB{assumed} of the machine's memory"
+        if memory.cpu
+        else ""
+    )
     return f"{memory.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB{cpu}"
