@@ -13,13 +13,13 @@ from sft.plan.hardware import Hardware
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
 from sft.plan.plan import Decision
-from sft.plan.precision import computes_in_half
+from sft.plan.precision import resolve_precision
 from sft.recipe.schema import Recipe
 
 REMEDY = "`sft plan RECIPE --fit` lists the smallest changes that make it fit."
 
 
-def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
+def order_of_engines(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> list[str]:
     """What `auto` tries, the cheapest first, by the bytes that a step of a micro-batches sends to or from each rank, for P parameters.
 
     In bf16 ZeRO-2 sends (2 a + 2) P, DDP 8 P (and computes with fp32 weights that are cast), ZeRO-3 6 a P. So ZeRO-2 comes first: up to
@@ -39,7 +39,7 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
     elif adapters:
         order = ["none", "zero3", "zero3_offload"]
     else:
-        order = sharded if computes_in_half(recipe, hardware.gpu) else ["none", *sharded]
+        order = ["none", *sharded] if resolve_precision(recipe, hardware, model).value == "fp32" else sharded
     # Adapters leave no optimizer to speak of on the GPU, and ZeRO-3 does not compile.
     unfit = {"zero2_offload"} if adapters else set()
     unfit |= {"zero3", "zero3_offload"} if recipe.model.compile else set()
@@ -52,7 +52,7 @@ def first_that_fits(
 ) -> tuple[str | None, dict[str, MemoryEstimate]]:
     """The cheapest engine that fits, or None; and the estimates of it and of those before it."""
     estimates: dict[str, MemoryEstimate] = {}
-    for name in order_of_engines(recipe, hardware):
+    for name in order_of_engines(recipe, hardware, model):
         estimates[name] = estimate_memory(recipe, hardware, model, ENGINES[name])
         if estimates[name].fits(hardware):
             return name, estimates
@@ -63,7 +63,7 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
     """The file that `train.parallel: auto` stands for here; None: no DeepSpeed. Raises PlanError if none fits, with what would help."""
     name: str | None
     if hardware.gpu is None or model.parameters is None:
-        name = order_of_engines(recipe, hardware)[0]
+        name = order_of_engines(recipe, hardware, model)[0]
         why = "on a CPU" if hardware.gpu is None else "the model's size is not known before it is downloaded"
         reason = f"{engine_words(name, recipe, hardware)}, the first that is tried ({why})"
     else:
@@ -99,10 +99,10 @@ def resolve_memory(
         return Decision(None, "on a CPU nothing is counted")
     if model.parameters is None:
         return Decision(None, "the model's size is not known before it is downloaded")
-    if recipe.train.fsdp is not None:
-        return Decision(None, "not counted for FSDP")
-    estimate = estimate_memory(recipe, hardware, model, engine_of(file))
-    words = f"by arithmetic, for a micro-batch of 1: {estimate.words(hardware)}"
+    estimate = estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
+    micro = 1 if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size
+    how = "activations simulated" if estimate.simulated else "by arithmetic"
+    words = f"{how}, for a micro-batch of {micro}: {estimate.words(hardware)}"
     if not estimate.fits(hardware):
         words = f"WARNING: does not fit, {words}. {REMEDY}"
     return Decision(round(estimate.gpu_bytes / GIB, 1), words)

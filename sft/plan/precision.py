@@ -5,7 +5,7 @@ MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; 
 
 from __future__ import annotations
 
-from sft.hub.model_facts import ModelFacts
+from sft.hub.model_facts import OVERFLOWS_FP16, ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.parallelism import resolve_fsdp
@@ -23,11 +23,6 @@ def has_bf16(gpu: Gpu | None) -> bool:
     return gpu is not None and gpu.compute_capability >= 8.0
 
 
-def computes_in_half(recipe: Recipe, gpu: Gpu | None) -> bool:
-    """Whether the precision is bf16 or fp16."""
-    return recipe.train.precision in ("bf16", "fp16") or (recipe.train.precision == "auto" and has_bf16(gpu))
-
-
 def resolve_precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
     """What the layers compute in: `bf16`, `fp16` or `fp32`."""
     gpu = hardware.gpu
@@ -35,10 +30,17 @@ def resolve_precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> 
         return Decision(recipe.train.precision, "the recipe")
     if gpu is None:
         return Decision("fp32", "auto: on a CPU bf16 is no faster")
-    if not has_bf16(gpu):
-        return Decision("fp32", f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16")
     stored = f"the weights are stored in {model.dtype}" if model.dtype else "the model's own dtype is not known yet"
-    return Decision("bf16", f"auto: the GPU has it; {stored}")
+    if has_bf16(gpu):
+        return Decision("bf16", f"auto: the GPU has it; {stored}")
+    why = f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16"
+    unfit = (
+        (model.model_type in OVERFLOWS_FP16, f"models of type {model.model_type} overflow fp16"),
+        (resolve_fsdp(recipe, hardware) is not None, "fp16 is not built for train.fsdp"),
+        (recipe.train.tensor_parallel_size > 1, "fp16 is untested with train.tensor_parallel_size"),
+    )
+    problem = next((words for applies, words in unfit if applies), None)
+    return Decision("fp32", f"{why}; {problem}") if problem else Decision("fp16", f"{why}; with loss scaling; {stored}")
 
 
 def resolve_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sft.errors import PlanError
+from sft.hub.model_facts import OVERFLOWS_FP16
 from sft.plan.case import Case
 from sft.plan.layers import kernels_problem
 from sft.plan.optimizer import optimizer_refusals
@@ -92,10 +93,11 @@ def _precision(case: Case) -> Iterator[str]:
     wanted, gpu = case.recipe.train.precision, case.hardware.gpu
     if wanted == "bf16" and gpu is not None and not has_bf16(gpu):
         capability = f"compute capability {gpu.compute_capability}"
-        yield f"train.precision=bf16, and this GPU ({gpu.name}, {capability}) has none. Set train.precision=fp32."
+        yield f"train.precision=bf16, and this GPU ({gpu.name}, {capability}) has none. Set train.precision=auto."
     if wanted == "fp16" and gpu is None:
         yield "train.precision=fp16 needs a GPU, and there is none here. Set train.precision=fp32 or auto."
-    if wanted == "fp16" and gpu is not None and case.model.dtype == "bfloat16":
+    overflows = case.model.model_type in OVERFLOWS_FP16
+    if wanted == "fp16" and gpu is not None and case.model.dtype == "bfloat16" and (overflows or has_bf16(gpu)):
         better, name = "bf16" if has_bf16(gpu) else "fp32", case.recipe.model.name_or_path
         yield (
             f"train.precision=fp16, and {name} was trained in bfloat16, whose values overflow fp16. Set train.precision={better}."

@@ -31,6 +31,12 @@ def plan_warnings(
             f"model.rope_scaling extends the model to {positions(recipe, model)} positions, and data.max_length={recipe.data.max_length} "
             f"trains none beyond the {original} it had. Raise data.max_length, or remove model.rope_scaling."
         )
+    if plan.precision.value == "fp16" and model.dtype == "bfloat16":
+        warnings.append(
+            f"fp16 is computed in, since this GPU has no bf16, and {recipe.model.name_or_path} was trained in bfloat16, whose values can "
+            "overflow fp16. A forward pass before step 1 and every loss are checked to be finite; where one is not, set "
+            "train.precision=fp32."
+        )
     if hardware.gpu is None and parameters > CPU_PARAMETERS:
         warnings.append(
             f"No GPU was found (no driver lists one, or CUDA_VISIBLE_DEVICES hides it), and {parameters / 1e9:.3g}e9 parameters are "

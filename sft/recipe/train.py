@@ -99,7 +99,7 @@ class Train(Optimization):
     """Spread this fraction of the loss evenly over the vocabulary. Needs all logits. The eval loss is not smoothed."""
 
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], _PRECISION] = "auto"
-    """Dtype of the forward and backward pass. `auto`: bf16 where the GPU supports it, else fp32."""
+    """Dtype of the forward and backward pass. `auto`: bf16 where the GPU supports it, fp16 on other GPUs, fp32 on a CPU."""
 
     gradient_checkpointing: Annotated[
         bool | Literal["auto", "selective", "offload"] | Annotated[int, Field(ge=2)], FREE

@@ -98,6 +98,11 @@ def probe(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> Pro
 
 def check_probe(found: Probe, attention: str, packed: bool) -> None:
     """Refuse to train where documents see each other, or differ from what they are alone: a PlanError names the setting to change."""
+    if not found.finite_alone and found.dtype == torch.float16:
+        raise PlanError(
+            "The model's hidden states overflow fp16 (infinite or NaN) before step 1. Set train.precision=fp32, or bf16 where the GPU has "
+            "it. Nothing was trained."
+        )
     if not found.finite_alone:
         raise PlanError(
             "The initial weights give hidden states that are not finite (NaN or infinite). If the run resumes, it had diverged before the "

@@ -60,7 +60,7 @@ def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(
 
 def test_auto_tries_only_engines_that_take_the_optimizer(make_recipe: MakeRecipe) -> None:
     def order(optim: str) -> list[str]:
-        return order_of_engines(make_recipe("train.parallel=auto", f"train.optim={optim}"), gpus(8))
+        return order_of_engines(make_recipe("train.parallel=auto", f"train.optim={optim}"), gpus(8), QWEN)
 
     assert order("muon") == order("adafactor") == order("adamw_8bit") == ["none"]
     assert order("lion") == ["zero2", "zero3"]

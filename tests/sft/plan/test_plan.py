@@ -11,10 +11,10 @@ from sft.data.facts import DataFacts
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
-from sft.plan.hardware import Hardware
+from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import REASON, Job, keep_decisions
 from sft.plan.plan import print_plan
-from sft.plan.precision import MASTER
+from sft.plan.precision import MASTER, resolve_precision
 from sft.plan.resolve import resolve_plan
 from sft.plan.warnings import plan_warnings
 from sft.recipe.schema import Recipe
@@ -28,7 +28,10 @@ VOLTA, AMPERE = gpus(capability=7.0), gpus(capability=8.0)
     [
         ("auto", cpu(), "bfloat16", "fp32"),
         ("auto", AMPERE, "float16", "bf16"),
-        ("auto", VOLTA, "bfloat16", "fp32"),
+        ("auto", VOLTA, "bfloat16", "fp16"),
+        ("auto", VOLTA, "float32", "fp16"),
+        ("auto", replace(VOLTA, gpu=Gpu("T4", 15.0, 7.5)), None, "fp16"),
+        ("fp16", VOLTA, "bfloat16", "fp16"),
         ("fp16", VOLTA, "float32", "fp16"),
     ],
 )
@@ -37,6 +40,36 @@ def test_precision(wanted: str, hardware: Hardware, stored: str, precision: str,
     plan = resolve_plan(make_recipe(f"train.precision={wanted}"), hardware, model)
     assert plan.precision.value == precision
     assert plan.precision.reason.startswith("auto: " if wanted == "auto" else "the recipe")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "kind", "why"),
+    [
+        ([], 1, "gemma3_text", "has no bf16; models of type gemma3_text overflow fp16"),
+        (["train.fsdp={}"], 2, "qwen2", "fp16 is not built for train.fsdp"),
+        (["train.tensor_parallel_size=2"], 2, "qwen2", "fp16 is untested with train.tensor_parallel_size"),
+    ],
+)
+def test_a_gpu_without_bf16_computes_in_fp32_where_fp16_does_not_work(
+    overrides: list[str], ranks: int, kind: str, why: str, make_recipe: MakeRecipe
+) -> None:
+    hardware, model = gpus(ranks, capability=7.5), ModelFacts("some/model", kind, "bfloat16")
+    found = resolve_precision(make_recipe(*overrides), hardware, model)
+    assert (found.value, why in found.reason) == ("fp32", True), found.reason
+    assert resolve_precision(make_recipe(*overrides), gpus(ranks), model).value == "bf16"
+    with pytest.raises(PlanError, match=r"train\.precision"):
+        resolve_plan(make_recipe("train.precision=fp16", *overrides), hardware, model)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "stored", "warns"), [(VOLTA, "bfloat16", True), (VOLTA, "float16", False), (AMPERE, "bfloat16", False)]
+)
+def test_fp16_for_a_model_of_bf16_is_warned_of(
+    hardware: Hardware, stored: str, warns: bool, make_recipe: MakeRecipe
+) -> None:
+    model, recipe = ModelFacts("some/model", "qwen2", stored), make_recipe()
+    warnings = plan_warnings(recipe, resolve_plan(recipe, hardware, model), hardware, model)
+    assert any("set train.precision=fp32" in one for one in warnings) == warns
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -287,6 +288,8 @@ def test_the_limits_refuse_what_is_no_number_and_allow_experts_more_than_a_dense
     for number in (float("nan"), float("inf")):
         for moved, differ in ((number, 0.0), (0.0, number)):
             refused(Probe(moved, differ, {}, False, False, torch.float32, False), "sdpa")
+    overflowed = Probe(math.nan, math.nan, {}, False, False, torch.float16, False, finite_alone=False)
+    assert "overflow fp16 (infinite or NaN) before step 1. Set train.precision=fp32" in refused(overflowed, "sdpa")
     check_probe(Probe(0.02, 0.0, {}, False, False, torch.bfloat16, True), "varlen", packed=True)
     refused(Probe(0.02, 0.0, {}, False, False, torch.bfloat16, False), "varlen")
 
