@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.memory import GIB, MemoryEstimate
 from sft.recipe.schema import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -120,6 +122,16 @@ def test_a_side_that_computes_something_else_has_no_speed(monkeypatch: pytest.Mo
     weight = torch.ones(8, requires_grad=True)
     sides = {"sum": lambda: (weight.sum(), [weight]), "wrong": lambda: ((weight * 1.001).sum(), [weight])}
     assert kernels_gpu.distances(sides, "sum") == {"sum": 0.0, "wrong": pytest.approx(1e-3, rel=1e-3)}
+
+
+def test_planned_memory_is_compared_without_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from gpu_parts import allocated
+
+    estimate = MemoryEstimate({"weights": 5.5 * GIB, "activations": 68.5 * GIB, "reserve": 5.5 * GIB}, 0.0)
+    words = estimate.words(Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 200.0))
+    assert allocated({"value": estimate.gpu_bytes / GIB, "reason": f"WARNING: {words}. Or so."}) == pytest.approx(74.0)
+    assert allocated({"value": None, "reason": "on a CPU nothing is counted"}) is None
 
 
 def test_a_profile_counts_time_in_which_any_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
