@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.checkpoint.manifest import fault
+from sft.checkpoint.manifest import fault, size
+from sft.launch.job import open_job
+from sft.plan.disk import estimate_disk
+from sft.plan.hardware import Hardware
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import losses, plain, write_recipe
@@ -64,6 +67,14 @@ def spoil(ranks: Ranks, recipe: Path, count: int, how: dict[str, str], words: li
 def found(run: Run) -> dict[str, str | None]:
     """Every entry of checkpoints/, and its fault."""
     return {path.name: fault(path) for path in run.checkpoints.iterdir()}
+
+
+def test_the_plan_knows_how_large_checkpoints_and_final_are(recipe: Path, undisturbed: Run) -> None:
+    estimate = estimate_disk(open_job(recipe, [], Hardware(None, 1, 1, 2, 16.0)).case)
+    assert estimate is not None
+    for folder, expected in [(undisturbed.last_checkpoint(), estimate.checkpoint), (undisturbed.final, estimate.final)]:
+        assert folder is not None
+        assert expected <= size(folder) <= 1.05 * expected
 
 
 def test_a_full_disk_keeps_the_run_alive_and_the_checkpoint_before(

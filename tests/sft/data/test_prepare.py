@@ -237,7 +237,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-@pytest.mark.parametrize("size", [4, 16, 64, 104, 108, 112, 116])
+@pytest.mark.parametrize(
+    "size", [16, 104, 112, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 64, 108, 116))]
+)
 def test_a_full_disk_is_one_message_and_leaves_no_entry(
     size: int, make: Make, tmp_path: Path, small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,13 @@ def trained(lora: Lora, base: Path) -> Any:
     return live.eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+REPEATED = ("DoRA, rsLoRA", "rsLoRA", "gaussian", "orthogonal", "pissa", "pissa, approximated", "by layer")
+"""Whose law another row holds too."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in REPEATED else ()) for kind in KINDS]
+)
 def test_merged_adapters_are_those_that_were_trained_and_so_are_the_saved_ones_on_the_base(
     kind: str, demo: Demo, tmp_path: Path
 ) -> None:

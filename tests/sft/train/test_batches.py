@@ -92,7 +92,7 @@ def test_steps_are_completed_with_what_is_not_trained(
         assert dummy.get("seq_lengths") == ([1] if packed else None)
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_training_sees_is_what_the_ledger_counts(
     packing: bool, make_recipe: Callable[..., Recipe], demo: Demo
 ) -> None:
