@@ -7,6 +7,8 @@
 #   bash scripts/sft.sh recipes/tiny.yaml --prepare                   prepare the data for a later start, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan                    print every decision, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan --on 8x80GB        for a machine that is not here
+#   bash scripts/sft.sh recipes/qwen3b.yaml --plan --on 8xH100 --price 2.5    and what it costs at this price per GPU-hour
+#   bash scripts/sft.sh recipes/qwen3b.yaml --on 1x24GB --fit         the smallest changes that make it fit
 #   bash scripts/sft.sh recipes/qwen3b.yaml --preflight               check all machines and processes, and stop
 #   bash scripts/sft.sh outputs/tiny/latest                           resume a run, or train a finished one again
 #   NPROC=2 bash scripts/sft.sh recipes/tiny.yaml                     two processes (default, or NPROC=auto: one for each GPU)

@@ -86,6 +86,10 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
 def _plan(words: Sequence[str], on: str | None, price: float | None, fit: str | None, write: Path | None) -> None:
     if write is not None and fit is None:
         raise RecipeError("--write writes a recipe with a change that --fit finds: give both.")
+    if price is not None and fit is not None:
+        raise RecipeError(
+            "--fit lists changes and --price is for one plan: give one, and price the plan of the changed recipe."
+        )
     if fit is None:
         from sft.launch.main import show_plan
 

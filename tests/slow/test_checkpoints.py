@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.checkpoint.manifest import fault
+from sft.checkpoint.manifest import fault, size
+from sft.launch.job import open_job
+from sft.plan.disk import estimate_disk
+from sft.plan.hardware import Hardware
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import losses, plain, write_recipe
@@ -56,6 +59,14 @@ def disk(tmp_path: Path, undisturbed: Run) -> Iterator[Path]:
     subprocess.run(["umount", "--recursive", folder], check=True)
 
 
+def test_without_a_save_strategy_there_is_only_final(recipe: Path, undisturbed: Run, ranks: Ranks) -> None:
+    ranks.run(1, ["sft.train", recipe, "tracking.run_name=unsaved", "train.save_strategy=no"])
+    unsaved = Run(undisturbed.path.parent / "unsaved")
+    assert not list(unsaved.checkpoints.glob("checkpoint-*"))
+    assert losses(unsaved) == losses(undisturbed)
+    assert_same_weights(unsaved, undisturbed, 0.0)
+
+
 def spoil(ranks: Ranks, recipe: Path, count: int, how: dict[str, str], words: list[str], expect: int = 0) -> str:
     """Train with the saving of some steps spoiled; what was said on standard error."""
     return ranks.run(count, [SAVE_FAULTS, recipe, *words], expect, SPOIL=json.dumps(how))["stderr"]
@@ -64,6 +75,14 @@ def spoil(ranks: Ranks, recipe: Path, count: int, how: dict[str, str], words: li
 def found(run: Run) -> dict[str, str | None]:
     """Every entry of checkpoints/, and its fault."""
     return {path.name: fault(path) for path in run.checkpoints.iterdir()}
+
+
+def test_the_plan_knows_how_large_checkpoints_and_final_are(recipe: Path, undisturbed: Run) -> None:
+    estimate = estimate_disk(open_job(recipe, [], Hardware(None, 1, 1, 2, 16.0)).case)
+    assert estimate is not None
+    for folder, expected in [(undisturbed.last_checkpoint(), estimate.checkpoint), (undisturbed.final, estimate.final)]:
+        assert folder is not None
+        assert expected <= size(folder) <= 1.05 * expected
 
 
 def test_a_full_disk_keeps_the_run_alive_and_the_checkpoint_before(

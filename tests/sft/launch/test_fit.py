@@ -46,6 +46,7 @@ def test_the_changes_are_listed_planned_and_written(
         (["--fit", "--on", "8x80GB", "--write", "new.yaml"], "--write .*new.yaml: .* fits .* nothing to change"),
         (["--fit", "--on", "8x80GB", "--write", "new.txt"], "--write new.txt: .*ends in .yaml"),
         (["--fit", "--on", "8x80GB", "--write", "nowhere/new.yaml"], "there is no folder nowhere"),
+        (["--fit", "--price", "2", "--on", "1xH100"], "--fit lists changes and --price is for one plan"),
         (["--price", "-1"], "--price -1: .* such as 2.5"),
         (["--price", "nan"], "--price nan: .* such as 2.5"),
     ],

@@ -115,6 +115,19 @@ def test_costs_are_by_arithmetic() -> None:
     assert sent == [round(16 * 6 * parameters / 1e9), round(17 * 2 * parameters / 1e9)]
 
 
+def test_another_machine_has_more_gpus_or_larger_ones() -> None:
+    for model, on, overrides in DO_NOT_FIT:
+        found, _, hardware = fitted(model, on, *overrides)
+        assert hardware.gpu
+        for one in found.proposals:
+            if one.machine is not None:
+                other = described_hardware(one.machine)
+                assert other.gpu
+                larger = other.gpu.memory_gib > hardware.gpu.memory_gib
+                assert larger or other.ranks > hardware.ranks
+                assert (other.gpu.name == hardware.gpu.name) is not larger or hardware.gpu.name == "GPU"
+
+
 def test_what_fits_needs_no_change() -> None:
     found, _, hardware = fitted(B3, "8xH100", "train.parallel=auto")
     assert (found.lack, found.proposals) == (None, ())
