@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -146,7 +146,8 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     if job.plan.attention.value == attention.NAME:
         attention.register()
     on_rank_0 = is_loaded_on_rank_0(job)
-    with _others_stay_empty() if on_rank_0 else nullcontext({}) as empty:
+    loading: AbstractContextManager[dict[str, str]] = _others_stay_empty() if on_rank_0 else nullcontext({})
+    with loading as empty:
         model = load_base(
             pinned(job.recipe, job.model).model,
             job.model.path,
