@@ -91,7 +91,9 @@ def _lines(proposals: Sequence[Proposal]) -> list[str]:
     for number, one in enumerate(proposals, 1):
         lines.append(f"{number:>3}. {describe(one)}")
         engine = one.case.plan.engine.value + (" with offload" if one.case.offloads else "")
-        details = {"memory": f"{gib(one.memory, one.case.hardware)}, {engine}", "time": one.cost, "result": one.result}
+        hours = f"; {one.case.plan.time.value} in all" if one.case.plan.time.value else ""
+        details = {"memory": f"{gib(one.memory, one.case.hardware)}, {engine}", "time": one.cost + hours}
+        details["result"] = one.result
         lines += [f"     {name + ':':<8}{words}" for name, words in details.items()]
     return lines
 
