@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,9 @@ class ModelFacts:
     has_liger: bool | None = None
     """Whether Liger replaces layers of the class that loads."""
 
+    config: Any = field(default=None, compare=False, repr=False)
+    """transformers' configuration, from which an empty model can be built; None for a model that brings its own code."""
+
     commit: str | None = None
     """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
 
@@ -188,7 +191,9 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
     except ModelError:
         if not model.trust_remote_code:  # its own code may need more than the meta device
             raise
-    facts = _facts(path, config.get_text_config(), empty, commit)
+    facts = replace(
+        _facts(path, config.get_text_config(), empty, commit), config=config if _is_of_transformers(empty) else None
+    )
     return replace(facts, frozen_parameters=_frozen(empty, model.freeze), quantization=_quantization(config))
 
 

@@ -99,10 +99,10 @@ def resolve_memory(
         return Decision(None, "on a CPU nothing is counted")
     if model.parameters is None:
         return Decision(None, "the model's size is not known before it is downloaded")
-    if recipe.train.fsdp is not None:
-        return Decision(None, "not counted for FSDP")
-    estimate = estimate_memory(recipe, hardware, model, engine_of(file))
-    words = f"by arithmetic, for a micro-batch of 1: {estimate.words(hardware)}"
+    estimate = estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
+    micro = 1 if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size
+    how = "activations simulated" if estimate.simulated else "by arithmetic"
+    words = f"{how}, for a micro-batch of {micro}: {estimate.words(hardware)}"
     if not estimate.fits(hardware):
         words = f"WARNING: does not fit, {words}. {REMEDY}"
     return Decision(round(estimate.gpu_bytes / GIB, 1), words)

@@ -1,16 +1,17 @@
-"""Estimates what training needs of each GPU and of the machine's memory, engine by engine. Arithmetic, not measured.
+"""Estimates what training needs of each GPU and of the machine's memory, engine by engine.
 
-One GPU holds, for P parameters, N ranks that shard, w bytes a number (2 in bf16 and fp16, 4 in fp32) and s tokens of one sequence:
+Activations come from a simulated pass (sft/plan/simulation.py), the rest from arithmetic. One GPU holds, for P
+parameters, N ranks that shard and w bytes a number (2 in bf16 and fp16, 4 in fp32):
 
 model states     the table in `_Sizes.states`: weights, gradients, the optimizer's fp32 weights and two moments
 buffers          DeepSpeed's: two reduce buckets of w x min(5e8, P) in stages 1 and 2; in stage 3 one, and the gathered weights: w x at most
                  1e9 (stage3_max_live_parameters) + one layer + the embedding. DDP's: a second copy of the gradients
-activations      of a micro-batch of 1, by the larger of two peaks: the pass (what the layers keep + the larger of one layer recomputed and
-                 the head), and the step (what is fp32 only then: a chunk of gradients for sft/parallel/optimizer.py, the shard for ZeRO)
+activations      the larger of two peaks: the pass over a micro-batch, and the optimizer's step (what is fp32 only then: a chunk of
+                 gradients for sft/parallel/optimizer.py, the shard for ZeRO)
 reserve          1.5 GiB for the CUDA context and NCCL's and cuBLAS's buffers, and 5 % of the memory for fragments
 
-Attention is counted as FlashAttention and varlen have it: without a matrix of scores. Not counted: what loading takes in the machine's
-memory, and routers, experts and buffers of models that are no plain decoders.
+Where no model can be built or simulated (its own code, routers) activations are those of a plain decoder by arithmetic, and attention is
+counted without a matrix of scores. Not counted: what loading takes in the machine's memory.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.layers import HEAD_TILE, resolve_kernels
 from sft.plan.optimizer import state_bytes
+from sft.plan.parallelism import mesh_shape
 from sft.plan.precision import gradient_bytes, resolve_precision
-from sft.recipe.schema import Recipe
+from sft.recipe.schema import Fsdp, Recipe
+
+if TYPE_CHECKING:
+    from sft.plan.simulation import PassMemory
 
 GIB = 2**30
 RESERVE = 1.5 * GIB
@@ -33,7 +40,6 @@ LIVE = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters and sub
 CPU_FACTOR = 1.5  # pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it
 _CHUNK = 2**27  # elements of sft/parallel/optimizer.py's step
 _SCALES = {True: 1 / 64 + 4 / (64 * 256), False: 4 / 64}  # bytes a 4-bit weight; by bnb_4bit_use_double_quant
-_TILE_TOKENS, _TILE_WORDS = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's fused head
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Engine:
     optimizer_offload: str = "none"
     """Of gradients, fp32 weights and moments."""
     weights_offload: str = "none"
+    fsdp: Fsdp | None = None
+    """FSDP2's settings: it shards what ZeRO-3 shards, of fp32 weights."""
 
 
 ENGINES: Mapping[str, Engine] = {
@@ -63,6 +71,8 @@ class MemoryEstimate:
 
     gpu: Mapping[str, float]
     cpu: float
+    simulated: bool = False
+    """Whether a simulated pass gave the activations, and not arithmetic for a plain decoder."""
 
     @property
     def gpu_bytes(self) -> float:
@@ -92,8 +102,11 @@ class MemoryEstimate:
         return shown + (cpu if self.cpu else "")
 
 
-def engine_of(file: DeepSpeedFile | None) -> Engine:
-    """What a DeepSpeed file configures."""
+def engine_of(file: DeepSpeedFile | None, fsdp: Fsdp | None = None) -> Engine:
+    """What a DeepSpeed file or FSDP2's section configures."""
+    if fsdp is not None:
+        where = "cpu" if fsdp.offload_params else "none"
+        return Engine(3, where, where, fsdp)
     return Engine(file.stage, *file.devices) if file else Engine()
 
 
@@ -106,10 +119,13 @@ def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engin
     states = sizes.states()
     moved = sum(size for name, size in states.items() if where[name] == "cpu")
     stay = {name: size if where[name] == "none" else 0.0 for name, size in states.items()}
-    peak, name = max((sizes.activations(), "activations"), (sizes.step(), "step"))
     reserve = RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
-    parts = stay | {"buffers": sizes.buffers(), name: peak, "reserve": reserve}
-    return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node)
+    parts = stay | {
+        "activations": max(sizes.activations(), sizes.step()),
+        "buffers": sizes.buffers(),
+        "reserve": reserve,
+    }
+    return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, sizes.passed is not None)
 
 
 class _Sizes:
@@ -122,32 +138,77 @@ class _Sizes:
         self.gpu_gib = hardware.gpu.memory_gib
         self.ranks = max(1, hardware.ranks // recipe.train.tensor_parallel_size)
         """That shard what the engine shards."""
+        if engine.fsdp is not None:
+            self.ranks = mesh_shape(engine.fsdp, hardware)[1]
+        micro = recipe.train.micro_batch_size
+        self.tokens = ceil(recipe.sequence_length / recipe.train.sequence_parallel_size) * (
+            1 if micro == "auto" else micro
+        )
+        """Of a micro-batch, on one rank; of one sequence where the recipe leaves it open."""
         self.parameters = model.parameters / recipe.train.tensor_parallel_size
         self.hidden, self.layers = model.hidden_size or 0, model.num_hidden_layers or 0
         self.vocabulary = model.vocab_size or 0
         self.embedding = self.vocabulary * self.hidden
         # A gated MLP in a layer of that size, whose attention is about 2.5 h squared: also the experts of a mixture.
         self.wide = max((self.layer - 2.5 * self.hidden**2) / (3 * self.hidden), self.hidden) if self.hidden else 0.0
-        precision = resolve_precision(recipe, hardware, model).value
-        self.is_half = precision != "fp32"
+        self.precision = resolve_precision(recipe, hardware, model).value
+        self.is_half = self.precision != "fp32"
         self.width = 2 if self.is_half else 4
         lora = recipe.model.lora
         self.adapters = lora is not None
-        # At most, an adapter for each matrix of a plain decoder: query, key, value, output have h + h each; gate, up, down h + f. Fused
-        # experts have none, and are most of such a model.
-        fused = model.linear_parameters is not None and model.linear_parameters < model.body_parameters / 2
-        of_mlp = 0.0 if fused else 3 * (self.hidden + self.wide)
-        of_adapters = lora.r * self.layers * (8 * self.hidden + of_mlp) if lora else 0.0
+        # An adapter for each linear layer; of a plain decoder's: query, key, value, output have h + h each, gate, up, down h + f.
+        widths = model.linear_widths or self.layers * (11 * self.hidden + 3 * self.wide)
+        of_adapters = lora.r * widths if lora else 0.0
         # Layers beside adapters that are trained whole are mostly the embeddings.
         whole = len(lora.modules_to_save) * self.embedding if lora else 0.0
-        self.trained = of_adapters + whole if lora else self.parameters - model.frozen_parameters
+        self.trained: float = of_adapters + whole if lora else self.parameters - model.frozen_parameters
+        # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
+        alone = hardware.ranks == 1 and self.precision != "fp16" and recipe.train.optim == "adamw"
+        self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
+        self.of_gradient = self._of_gradient(engine.stage == 0 and alone)
+        self.passed = self._pass(hardware, model)
+        if lora is not None and self.passed is not None:
+            self.trained = self.passed.trained
         # Beside fp32 weights, which are among the weights where the optimizer steps on them itself.
         self.moments = state_bytes(recipe, self.trained, 0.0 if lora else self.embedding, self.hidden)
         self.held = self.width * self.parameters + self._quantized(model)
         """Bytes of all weights in the dtype that they are kept in."""
-        # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
-        alone = hardware.ranks == 1 and precision != "fp16" and recipe.train.optim == "adamw"
-        self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
+
+    def _of_gradient(self, alone: bool) -> int:
+        """Bytes of a trained parameter's gradient between micro-batches."""
+        if not alone or self.adapters or not self.is_half:
+            return 4
+        return gradient_bytes(self.trained, self.gpu_gib, self.recipe.train.global_batch_size != 1)
+
+    def _pass(self, hardware: Hardware, model: ModelFacts) -> PassMemory | None:
+        """A forward and backward pass, simulated; None where the model cannot be."""
+        if model.config is None:
+            return None
+        from sft.plan.simulation import Pass, simulated  # imports torch
+
+        train, half = self.recipe.train, "float16" if self.precision == "fp16" else "bfloat16"
+        in_half = self.is_half and not self.autocasts
+        wanted = Pass(
+            tokens=self.tokens,
+            dtype=half if in_half else "float32",
+            autocast=half if self.autocasts or (self.adapters and self.is_half and self.engine.stage == 0) else None,
+            recompute_every=self.recompute_every,
+            # What torch.compile fuses is counted as what Liger fuses.
+            liger=resolve_kernels(self.recipe, hardware, model).value == "liger" or self.recipe.model.compile,
+            eager=self.recipe.model.attn_implementation == "eager",
+            # ZeRO and FSDP2 take the gradients away as they come.
+            fp32_gradients=in_half and not self.adapters and self.engine.stage == 0 and self.of_gradient == 4,
+            all_logits=bool(train.label_smoothing_factor),
+            lora=self.recipe.model.lora,
+            freeze=self.recipe.model.freeze,
+        )
+        return simulated(model.config, wanted)
+
+    @property
+    def recompute_every(self) -> int:
+        """Every n-th layer recomputes its activations; 0: none."""
+        mode = self.recipe.train.gradient_checkpointing
+        return int(mode) if isinstance(mode, int) else 1
 
     def _quantized(self, model: ModelFacts) -> float:
         """Bytes that quantization adds to the weights: fewer than none."""
@@ -168,25 +229,34 @@ class _Sizes:
             ZeRO-1         w         w + 4        12/N
             ZeRO-2         w         4/N          12/N
             ZeRO-3         w/N       4/N          12/N
+            FSDP2          4/N       4/N          8/N
         """
         stage, trained = self.engine.stage, self.trained
         weights = self.held / (self.ranks if stage == 3 else 1)
         if self.adapters:
-            return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 4 * self.trained + self.moments}
+            return {"weights": weights + 4 * trained, "gradients": 4 * trained, "optimizer": self.moments}
+        if self.engine.fsdp is not None:
+            each = {"weights": 4 * self.parameters, "gradients": 4 * trained, "optimizer": self.moments}
+            return {name: size / self.ranks for name, size in each.items()}
         if stage > 0:
             gradients = (self.width + 4) * trained if stage == 1 else 4 * trained / self.ranks
             return {"weights": weights, "gradients": gradients, "optimizer": (4 * trained + self.moments) / self.ranks}
         if self.autocasts or not self.is_half:
             copies = self.width if self.autocasts else 0
             return {"weights": (4 + copies) * self.parameters, "gradients": 4 * trained, "optimizer": self.moments}
-        of_gradient = gradient_bytes(trained, self.gpu_gib, self.recipe.train.global_batch_size != 1)
-        return {"weights": weights, "gradients": of_gradient * trained, "optimizer": 4 * trained + self.moments}
+        return {"weights": weights, "gradients": self.of_gradient * trained, "optimizer": 4 * trained + self.moments}
 
     def buffers(self) -> float:
         """What the engine reduces and gathers in."""
-        bucket = min(LARGEST_BUCKET, self.trained)
+        bucket: float = min(LARGEST_BUCKET, self.trained)
         # A quantized layer's largest weight, in the dtype that it computes in.
         unpacked = self.width * self.hidden * self.wide if self.recipe.model.quantization else 0.0
+        if self.engine.fsdp is not None:
+            # The layer that computes and those gathered ahead; the embedding for the whole pass; a gradient before it is sharded.
+            ahead = self.engine.fsdp.prefetch or 1
+            keeps_all = self.engine.fsdp.sharding_strategy == "shard_grad_op"
+            gathered = self.parameters if keeps_all else (1 + ahead) * self.layer + self.embedding
+            return unpacked + self.width * gathered + (self.width + 4) * max(self.layer, self.embedding)
         if self.engine.stage == 0:
             return unpacked + (4 * self.trained if self.ranks > 1 else 0.0)
         if self.engine.stage < 3:
@@ -196,28 +266,34 @@ class _Sizes:
         return unpacked + self.width * bucket + min(self.held, self.width * (LIVE + self.layer + self.embedding))
 
     def activations(self) -> float:
-        """The peak of a forward and backward pass over one sequence."""
-        train, width = self.recipe.train, self.width
-        tokens = ceil(self.recipe.sequence_length / train.sequence_parallel_size)
+        """The peak of a forward and backward pass over a micro-batch."""
+        mode = self.recipe.train.gradient_checkpointing
+        passed: tuple[float, float] = (
+            (self.passed.kept, self.passed.peak) if self.passed else self._pass_of_plain_decoder()
+        )
+        kept, peak = passed
+        if mode == "offload":  # two layers' inputs are on their way
+            return peak - kept + 2 * self.tokens * self.hidden * self.width
+        if mode == "selective":  # the outputs of attention
+            return peak + self.layers * self.tokens * self.hidden * self.width
+        return peak
+
+    def _pass_of_plain_decoder(self) -> tuple[float, float]:
+        """What a forward pass keeps, and the peak, by arithmetic."""
+        tokens, width, every = self.tokens, self.width, self.recompute_every
         # Under autocast what goes from layer to layer is fp32.
         inputs = tokens * self.hidden * (4 if self.autocasts else width)
         outputs = tokens * (8 * self.hidden + 4 * self.wide) * width
-        mode = train.gradient_checkpointing
-        every = mode if isinstance(mode, int) and not isinstance(mode, bool) else 1
         # Layers that recompute keep their inputs, the others their outputs.
-        recompute = 0 if mode is False else ceil(self.layers / every)
+        recompute = ceil(self.layers / every) if every else 0
         kept = recompute * inputs + (self.layers - recompute) * outputs
-        if mode == "offload":
-            kept = 2 * inputs
-        if mode == "selective":
-            kept += self.layers * tokens * self.hidden * width
         one_layer = tokens * (12 * self.hidden + 6 * self.wide) * width
-        tile = min(tokens, _TILE_TOKENS) * min(self.vocabulary, _TILE_WORDS) * width
+        tile = min(tokens, HEAD_TILE[0]) * min(self.vocabulary, HEAD_TILE[1]) * width
         head = tile + (tokens + (0 if self.adapters else self.vocabulary)) * self.hidden * (4 + width)
-        if train.label_smoothing_factor:
+        if self.recipe.train.label_smoothing_factor:
             # All logits at most: as they are, and three times in fp32 (copy, log_softmax, gradient).
             head += tokens * self.vocabulary * (width + 12)
-        return kept + max(one_layer, head)
+        return kept, kept + max(one_layer, head)
 
     def step(self) -> float:
         """What the optimizer's step holds besides the states."""
@@ -225,6 +301,9 @@ class _Sizes:
         if self.adapters or self.engine.optimizer_offload != "none" or not self.is_half or self.autocasts:
             return 0.0
         if stage == 0:
-            return 4.0 * max(_CHUNK, self.embedding)
+            # Gradients in fp32 are stepped on as they are.
+            return 0.0 if self.of_gradient == 4 else 4.0 * min(max(_CHUNK, self.embedding), self.trained)
+        if self.engine.fsdp is not None:
+            return 0.0
         shard = self.parameters / self.ranks
         return 4 * (min(LIVE, shard) if stage == 3 else shard)

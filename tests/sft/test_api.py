@@ -20,6 +20,7 @@ def test_a_recipe_and_its_plan_are_values(recipe_file: Path, outputs: Path) -> N
     assert plan.engine.value == "DDP"
 
 
+@pytest.mark.slow
 def test_packages_of_the_same_name_stay_packages() -> None:
     code = "import sft; sft.load_recipe; import sft.train.main, sft.plan.plan; assert callable(sft.train) and sft.train.main.train"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -47,6 +48,7 @@ print("LAST LINE")
 """
 
 
+@pytest.mark.slow
 def test_a_script_reaches_its_last_line(recipe_file: Path, outputs: Path, tmp_path: Path) -> None:
     rows, bad = tmp_path / "rows.jsonl", tmp_path / "bad.jsonl"
     rows.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")

@@ -46,6 +46,7 @@ def results(folder: Path) -> tuple[Any, list[bytes]]:
     return written, [path.read_bytes() for path in sorted(folder.glob("samples_*"))]
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(
     loaded: tuple[LoadedTasks, Settings], tuned_model: Path, reference: Reference, tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_two_processes_write_what_one_writes(
     assert len(samples) == 3
 
 
+@pytest.mark.slow
 def test_an_error_or_the_end_of_a_helper_is_named(
     loaded: tuple[LoadedTasks, Settings], tuned_model: Path, reference: Reference
 ) -> None:

@@ -12,6 +12,7 @@ from sft.recipe.schema import Recipe
 WriteTask = Callable[..., Path]
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_be_loaded_is_refused_and_one_out_of_reach_is_not(
     write_task: WriteTask, make_recipe: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

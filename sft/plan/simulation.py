@@ -1,0 +1,346 @@
+"""Simulates a forward and backward pass on a model without values, and counts the memory that it takes.
+
+Weights and activations are on torch's meta device: they have shapes and dtypes, and no values, so that all layers pass in seconds. What is
+one kernel on a GPU, or looks at values, is a substitute here that keeps and allocates what the kernel does (SUBSTITUTES).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from types import MethodType
+from typing import Any
+from warnings import catch_warnings
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sft.files import write_json
+from sft.plan.layers import HEAD_TILE
+from sft.recipe.schema import Lora
+
+SUBSTITUTES = {
+    "attention": "FlashAttention: keeps query, key, value, output and an fp32 number for each query and head",
+    "loss head": "TRL's fused head: a tile of logits, and gradients in fp32",
+    "norms, rotary embedding, MLP": "Liger's kernels, where they run: keep their inputs, and write gradients over them",
+}
+_NAME = "simulated"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What decides the memory of a forward and backward pass over one micro-batch."""
+
+    tokens: int
+    dtype: str
+    """Of the weights: bfloat16, float16 or float32."""
+    autocast: str | None
+    """What matrices are multiplied in where something trained is fp32; None: in the dtype of the weights, adapters too."""
+    recompute_every: int
+    """Every n-th layer recomputes its activations; 0: none."""
+    liger: bool
+    eager: bool
+    """Attention with a matrix of scores."""
+    fp32_gradients: bool
+    """Whether gradients in half precision are added up in fp32, weight by weight."""
+    all_logits: bool
+    lora: Lora | None
+    freeze: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes beside weights, gradients and optimizer state."""
+
+    kept: int
+    """At the end of the forward pass through the layers."""
+    peak: int
+    """The most at any time of the pass."""
+    trained: int
+    """Parameters that are trained."""
+
+
+class _Live(TorchDispatchMode):
+    """Adds up the storages that operators make, for as long as they live."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self._known = {one.untyped_storage()._cdata for one in known}
+
+    def leave_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a storage no longer, which the caller keeps."""
+        key = tensor.untyped_storage()._cdata
+        self._known.add(key)
+        self.now -= self.sizes.pop(key, 0)
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # transformers looks whether a row is one document
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(made):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        return made
+
+    def _see(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self.sizes and key not in self._known:
+            self.sizes[key] = storage.nbytes()
+            self.now += self.sizes[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+        self._known.discard(key)
+
+
+class _Autocast(TorchFunctionMode):
+    """Multiplies matrices in half precision, as torch.autocast does not on meta. Copies of weights are counted among the weights."""
+
+    def __init__(self, dtype: torch.dtype, live: _Live) -> None:
+        super().__init__()
+        self._dtype, self._live, self._copies = dtype, live, dict[int, torch.Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (functional.linear, torch.matmul):
+            args = tuple(self._cast(one) if isinstance(one, torch.Tensor) else one for one in args)
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            return tensor.to(self._dtype)
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = self._live.leave_out(tensor.to(self._dtype))
+        return self._copies[id(tensor)]
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)  # which torch does not type
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, query: Any, key: Any, value: Any) -> Any:
+        output = value.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1])
+        context.save_for_backward(query, key, value, output, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        query, key, value = context.saved_tensors[:3]
+        found = [torch.empty_like(one) for one in (query, key, value)]
+        # Sums in fp32, and grouped heads one by one.
+        working = [torch.empty_like(query, dtype=torch.float32)]
+        if key.shape[1] != query.shape[1]:
+            working += [torch.empty_like(query), torch.empty_like(query)]
+        return tuple(found)
+
+
+def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    return _apply(_Attention, query.to(value.dtype), key.to(value.dtype), value), None
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, hidden: Any, weight: Any, dtype: Any, all_logits: bool) -> Any:
+        context.save_for_backward(hidden, weight)
+        tokens, words = len(hidden), len(weight)
+        context.tile = (min(tokens, HEAD_TILE[0]), min(words, HEAD_TILE[1])), dtype
+        working = hidden.new_empty(context.tile[0], dtype=dtype)
+        if all_logits:  # as they are, and three times in fp32: copy, log_softmax, gradient
+            working = (
+                hidden.new_empty(tokens, words, dtype=dtype),
+                hidden.new_empty(3, tokens, words, dtype=torch.float32),
+            )
+        del working
+        return hidden.new_empty(tokens, dtype=torch.float32)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        hidden, weight = context.saved_tensors
+        sums = [torch.empty_like(one, dtype=torch.float32) if one.requires_grad else None for one in (hidden, weight)]
+        tile = hidden.new_empty(context.tile[0], dtype=context.tile[1])
+        found = [None if one is None else one.to(like.dtype) for one, like in zip(sums, (hidden, weight), strict=True)]
+        del tile
+        return *found, None, None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, states: Any, weight: Any) -> Any:
+        context.save_for_backward(states, weight, states.new_empty(states.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(states)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        return gradient, torch.empty_like(context.saved_tensors[1])
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gate: Any, up: Any) -> Any:
+        context.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        return context.saved_tensors
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, query: Any, key: Any) -> Any:
+        return query.view_as(query), key.view_as(key)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return gradients
+
+
+@contextmanager
+def _liger(model: Any) -> Iterator[None]:
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(lambda norm, states: _apply(_Norm, states, norm.weight), module)
+        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+            module.forward = MethodType(
+                lambda mlp, states: mlp.down_proj(_apply(_Gated, mlp.gate_proj(states), mlp.up_proj(states))), module
+            )
+    code, name = sys.modules[type(model).__module__], "apply_rotary_pos_emb"
+    plain = getattr(code, name, None)
+    setattr(code, name, lambda query, key, *rest, **options: _apply(_Rotary, query, key))
+    try:
+        yield
+    finally:
+        setattr(code, name, plain)
+
+
+def _add_adapters(model: Any, lora: Lora, in_fp32: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    names: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    arguments = {
+        "r": lora.r,
+        "rank_pattern": dict(lora.rank_pattern),
+        "use_dora": lora.use_dora,
+        "lora_dropout": lora.lora_dropout,
+    }
+    whole = list(lora.modules_to_save) or None
+    config = LoraConfig(target_modules=names, modules_to_save=whole, task_type="CAUSAL_LM", **arguments)
+    with catch_warnings(action="ignore"):  # of transformers, about names that peft still uses
+        get_peft_model(model, config, autocast_adapter_dtype=False)
+    for parameter in model.parameters() if in_fp32 else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def _prepare(config: Any, wanted: Pass) -> Any:
+    """The empty model as it trains: its adapters, what is frozen, and which layers recompute."""
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            deepcopy(config),
+            dtype=getattr(torch, wanted.dtype),
+            attn_implementation="eager" if wanted.eager else _NAME,
+            trust_remote_code=False,
+        ).train()
+    for name, parameter in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in wanted.freeze):
+            parameter.requires_grad_(False)
+    if wanted.lora is not None:
+        _add_adapters(model, wanted.lora, wanted.autocast is not None)
+    return model
+
+
+def _recompute(model: Any, every: int, mode: Any) -> None:
+    """Have every n-th layer recompute, in a mode that autograd does not carry into its pass."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers, "no layer recomputes by itself"
+    for layer in layers[::every]:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(
+            checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), mode)
+        )
+
+
+def simulate(config: Any, wanted: Pass) -> PassMemory:
+    """Pass once over a model of this configuration; whatever its code raises where it looks at values goes through."""
+    model = _prepare(config, wanted)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        if wanted.fp32_gradients and parameter.dtype != torch.float32:
+            parameter.grad_dtype = torch.float32
+        parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+    live = _Live([*model.parameters(), *model.buffers(), *(one.grad for one in trained if one.grad is not None)])
+    dtype = getattr(torch, wanted.autocast or wanted.dtype)
+    autocast: Any = _Autocast(dtype, live) if wanted.autocast else nullcontext()
+    if wanted.recompute_every:
+        _recompute(model, wanted.recompute_every, autocast)
+    ids = torch.zeros(1, wanted.tokens, dtype=torch.long, device="meta")
+    with live, _liger(model) if wanted.liger else nullcontext(), autocast:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        kept = live.now
+        # Of the tokens that are trained the head takes a copy: at most of all.
+        loss = _apply(_Head, hidden[0].clone(), model.get_output_embeddings().weight, dtype, wanted.all_logits).sum()
+        del hidden
+        loss.backward()
+        del loss
+    return PassMemory(kept, live.peak, sum(parameter.numel() for parameter in trained))
+
+
+_found: dict[str, PassMemory | None] = {}
+
+
+def simulated(config: Any, wanted: Pass) -> PassMemory | None:
+    """What `simulate` finds, once for each configuration; None for a model whose code looks at values, such as most routers.
+
+    Results are kept in ~/.cache/sft/memory ($XDG_CACHE_HOME), by the configuration, what is wanted, this file and versions.
+    """
+    versions = [version(name) for name in ("torch", "transformers", "peft")]
+    parts = [config.to_dict(), asdict(wanted), versions, Path(__file__).read_text(encoding="utf-8")]
+    key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    if key not in _found:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft" / "memory"
+        _found[key] = _load(folder / f"{key}.json") or _simulate_and_keep(config, wanted, folder / f"{key}.json")
+    return _found[key]
+
+
+def _load(file: Path) -> PassMemory | None:
+    try:
+        return PassMemory(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _simulate_and_keep(config: Any, wanted: Pass, file: Path) -> PassMemory | None:
+    try:
+        found = simulate(config, wanted)
+    except Exception:  # in whatever way the code of a model fails without values
+        return None
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, asdict(found))
+    return found

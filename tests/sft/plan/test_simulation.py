@@ -1,0 +1,155 @@
+"""A simulated pass against the allocator's own events in a real one, and against arithmetic."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+
+from sft.plan import simulation
+from sft.plan.simulation import Pass, simulate, simulated
+from sft.recipe.schema import Lora
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+QWEN = Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+LLAMA = LlamaConfig(**SIZES, num_key_value_heads=4)
+PLAIN = Pass(
+    tokens=256,
+    dtype="float32",
+    autocast=None,
+    recompute_every=0,
+    liger=False,
+    eager=False,
+    fp32_gradients=False,
+    all_logits=False,
+    lora=None,
+    freeze=(),
+)
+
+
+def real_peak(config: Any, wanted: Pass) -> int:
+    """Of the same pass on values, by the events of torch's CPU allocator."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="simulated", dtype=torch.float32).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if wanted.recompute_every:
+        simulation._recompute(model, wanted.recompute_every, nullcontext())
+    ids = torch.zeros(1, wanted.tokens, dtype=torch.long)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        head = model.get_output_embeddings().weight
+        loss = simulation._apply(simulation._Head, hidden[0].clone(), head, torch.float32, wanted.all_logits).sum()
+        del hidden
+        loss.backward()
+    found = [event for event in events.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(found, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["tied", "untied"])
+@pytest.mark.parametrize("wanted", [PLAIN, replace(PLAIN, recompute_every=1), replace(PLAIN, recompute_every=2)])
+def test_a_simulated_pass_takes_what_the_allocator_gives_a_real_one(config: Any, wanted: Pass) -> None:
+    found, real = simulate(config, wanted), real_peak(config, wanted)
+    # On a CPU each layer that recomputes keeps the state of the random numbers.
+    states = len(torch.get_rng_state()) * (4 // wanted.recompute_every if wanted.recompute_every else 0)
+    assert found.peak == pytest.approx(real - states, rel=0.005)
+
+
+def test_layers_that_recompute_keep_their_inputs() -> None:
+    every = simulate(QWEN, replace(PLAIN, recompute_every=1))
+    more = simulate(
+        Qwen2Config(**SIZES | {"num_hidden_layers": 6}, num_key_value_heads=2), replace(PLAIN, recompute_every=1)
+    )
+    assert more.kept - every.kept == 2 * 256 * 64 * 4
+    kept = [simulate(QWEN, replace(PLAIN, recompute_every=number)).kept for number in (1, 2, 0)]
+    assert kept == sorted(set(kept))
+
+
+def test_ligers_kernels_keep_less_and_half_precision_about_half() -> None:
+    plain, liger = simulate(QWEN, PLAIN), simulate(QWEN, replace(PLAIN, liger=True))
+    half = simulate(QWEN, replace(PLAIN, liger=True, dtype="bfloat16"))
+    assert half.kept < liger.kept < plain.kept
+    # All but the fp32 numbers of norms and attention.
+    assert half.kept == pytest.approx(liger.kept / 2, rel=0.05)
+    # Per layer and token: two norms' and attention's inputs, query twice, key, value, gate, up, their product.
+    per_token = 2 * 64 + 64 + 64 + 2 * 32 + 2 * 160 + 160 + 2 * 64
+    assert half.kept / (2 * 4 * 256) == pytest.approx(per_token, rel=0.1)
+
+
+def test_adapters_count_what_peft_makes_and_frozen_layers_keep_less() -> None:
+    adapted = simulate(QWEN, replace(PLAIN, lora=Lora(r=8)))
+    widths = 64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 160)
+    assert adapted.trained == 8 * 4 * widths
+    assert adapted.peak < simulate(QWEN, PLAIN).peak
+    frozen = simulate(QWEN, replace(PLAIN, freeze=(r"layers\.[0-2]\.", "embed")))
+    assert frozen.trained == simulate(QWEN, PLAIN).trained - frozen_size()
+    assert frozen.kept < simulate(QWEN, PLAIN).kept / 2
+
+
+def frozen_size() -> int:
+    model = AutoModelForCausalLM.from_config(QWEN)
+    named = model.named_parameters()
+    return sum(
+        one.numel()
+        for name, one in named
+        if any(part in name for part in ("layers.0", "layers.1", "layers.2", "embed"))
+    )
+
+
+def test_eager_attention_has_matrices_of_scores_and_smoothing_all_logits() -> None:
+    plain = simulate(QWEN, PLAIN)
+    assert simulate(QWEN, replace(PLAIN, eager=True)).kept - plain.kept > 4 * 4 * 256 * 256 * 4
+    assert simulate(QWEN, replace(PLAIN, all_logits=True)).peak - plain.kept > 4 * 256 * 512 * 4
+
+
+def test_autocast_keeps_fp32_between_layers_and_half_inside() -> None:
+    kept = [simulate(QWEN, replace(PLAIN, **one)).kept for one in ({"dtype": "bfloat16"}, {"autocast": "bfloat16"}, {})]
+    assert kept == sorted(set(kept))
+
+
+def test_a_result_is_kept_on_disk_until_what_it_follows_from_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(simulation, "_found", {})
+    first = simulated(QWEN, PLAIN)
+    [file] = (tmp_path / "sft" / "memory").glob("*.json")
+    assert first is not None
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peak": 1}))
+    monkeypatch.setattr(simulation, "_found", {})
+    found = simulated(QWEN, PLAIN)
+    assert found is not None
+    assert found.peak == 1
+    assert simulated(QWEN, replace(PLAIN, tokens=257)) != found
+    assert simulated(LLAMA, PLAIN) != found
+    file.write_text("cut off")
+    monkeypatch.setattr(simulation, "_found", {})
+    assert simulated(QWEN, PLAIN) == first
+
+
+def test_what_cannot_be_simulated_is_none_and_leaves_transformers_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen2 import modeling_qwen2
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = modeling_qwen2.apply_rotary_pos_emb
+    simulate(QWEN, replace(PLAIN, liger=True))
+    assert modeling_qwen2.apply_rotary_pos_emb is plain
+    broken = Qwen2Config(**SIZES | {"num_attention_heads": 7}, num_key_value_heads=2)
+    assert simulated(broken, PLAIN) is None
+    assert simulate(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4), PLAIN).kept
