@@ -373,7 +373,7 @@ def build_trainer(
         raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
     show_head(trainer.model)
     if job.plan.compile.value:
-        compile_layers(trainer.model, job.plan.attention.value)
+        compile_layers(trainer.model, job.plan.attention.value, job.hardware.gpu is not None)
     return trainer
 
 
