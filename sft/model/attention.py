@@ -21,6 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "varlen"
 
+IN_ONE_KERNEL = {"cuda": (torch.bfloat16, torch.float16)}
+"""Where torch's kernel runs: kinds of devices, with the dtypes of each."""
+
 # torch 2.11 groups heads by itself; 2.13 needs an argument for it, which 2.11 does not have.
 _KERNEL: Any = varlen_attn
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -94,7 +97,7 @@ def document_attention(
     if max_length_q is None:
         max_length_q = int(cu_seq_lens_q.diff().max())
     window = sliding_window if sliding_window and sliding_window < max_length_q else None
-    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+    if value.dtype in IN_ONE_KERNEL.get(value.device.type, ()):
         return _in_one_kernel(states, cu_seq_lens_q, max_length_q, scaling, window), None
     return _one_by_one(states, cu_seq_lens_q.tolist(), scaling, window), None
 

@@ -17,12 +17,18 @@ from typing import Any
 import torch
 
 from sft.errors import ModelError, PlanError
+from sft.model.attention import NAME as VARLEN
 from sft.plan.job import Job
 
-TRACED = ("sdpa", "eager")
-"""Attention functions that are compiled with the layer. Any other is called as it is: it may look at the data, such as where
-documents end. Under checkpointing such a call in the middle keeps the whole layer from being compiled, silently; then
-the parts of the layer are compiled one by one."""
+
+def is_traced(attention: str, on_gpu: bool) -> bool:
+    """Whether an attention function is compiled with its layer.
+
+    `varlen` is one operator on a GPU, which torch 2.13 traces, forward and backward. Any other function is called as it is: it may
+    look at the data, such as where documents end. Under checkpointing such a call in the middle keeps the whole layer from being
+    compiled, silently; then the parts of the layer are compiled one by one.
+    """
+    return attention in ("sdpa", "eager") or (attention == VARLEN and on_gpu and torch.__version__ >= "2.13")
 
 
 def check_compiler(job: Job) -> None:
@@ -49,18 +55,20 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def compile_layers(model: torch.nn.Module, attention: str, **options: Any) -> None:
+def compile_layers(model: torch.nn.Module, attention: str, on_gpu: bool = False, **options: Any) -> None:
     """Compile each decoder layer at its first call.
 
     Args:
         model: With its adapters, before an engine wraps it.
         attention: The attention function, as planned.
+        on_gpu: Whether it runs there.
         options: torch.compile's, such as backend.
 
     Raises:
         ModelError: The model has no layers that repeat.
     """
-    if attention not in TRACED:
+    traced = is_traced(attention, on_gpu)
+    if not traced:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         as_it_is: Any = torch.compiler.disable
@@ -71,7 +79,7 @@ def compile_layers(model: torch.nn.Module, attention: str, **options: Any) -> No
             f"model.compile=true, and {type(model).__name__} marks no layers that repeat. Set model.compile=false."
         )
     for layer in layers:
-        for module in [layer] if attention in TRACED else layer.children():
+        for module in [layer] if traced else layer.children():
             module.compile(dynamic=True, **options)
 
 

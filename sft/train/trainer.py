@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -346,7 +347,9 @@ def build_trainer(
     lora = job.recipe.model.lora
     freeze(model, job.recipe.model.freeze)
     if lora is not None:
-        untrained = untrained_rows(job, model, tokenizer, sequences.store)
+        # Under FSDP2 rank 0 alone may hold the weights yet; ZeRO-3 gathers them.
+        found = partial(untrained_rows, job, model, tokenizer, sequences.store)
+        untrained = distributed.from_rank_0(found) if job.fsdp else found()
         if untrained and distributed.is_rank_0():
             names = named(tokenizer, untrained)
             print(
@@ -373,7 +376,7 @@ def build_trainer(
         raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
     show_head(trainer.model)
     if job.plan.compile.value:
-        compile_layers(trainer.model, job.plan.attention.value)
+        compile_layers(trainer.model, job.plan.attention.value, job.hardware.gpu is not None)
     return trainer
 
 
