@@ -58,6 +58,10 @@ def planned_schedule(job: Job, steps: int) -> Any:
     return get_scheduler(name, optimizer, warmup, steps, schedule_arguments(job))
 
 
+_BATCHES: dict[str, Any] = {"non_blocking": True}
+"""Batches go to the GPU without the host waiting for what it has queued there before: they are in pinned memory."""
+
+
 def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
     """Everything that the recipe and the plan decide, under SFTConfig's names."""
     recipe, plan, train = job.recipe, job.plan, job.recipe.train
@@ -113,6 +117,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         # The loss is divided by the target tokens of the whole step, over all ranks.
         "average_tokens_across_devices": True,
+        "accelerator_config": dict(_BATCHES),
         **_sharding_arguments(job),
     }
 
@@ -130,7 +135,9 @@ def _sharding_arguments(job: Job) -> dict[str, Any]:
         return {}
     copies, shards = mesh_shape(job.fsdp, job.hardware)
     # Otherwise each rank would hold the gradients of all weights until the last micro-batch of the step.
-    reduced: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    reduced: dict[str, Any] = {
+        "accelerator_config": _BATCHES | {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    }
     if copies > 1:
         reduced["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
     return {"fsdp": True, "fsdp_config": plugin_arguments(job.fsdp), **reduced}

@@ -61,6 +61,8 @@ def test_the_plan_arrives_in_the_trainers_configuration(make_job: MakeJob, tmp_p
     assert (arguments.learning_rate, arguments.adam_beta2, arguments.max_grad_norm) == (2e-5, 0.99, 0.3)
     assert (arguments.seed, arguments.bf16, arguments.fp16, arguments.use_cpu) == (7, False, False, True)
     assert (arguments.packing, arguments.packing_strategy, arguments.max_length) == (True, "bfd", 128)
+    # The host waits for no batch that goes to a GPU.
+    assert arguments.accelerator_config.non_blocking and arguments.dataloader_pin_memory
     assert arguments.report_to == []
     assert arguments.output_dir == str(tmp_path / "mine" / "first" / "checkpoints")
 
