@@ -58,10 +58,6 @@ def planned_schedule(job: Job, steps: int) -> Any:
     return get_scheduler(name, optimizer, warmup, steps, schedule_arguments(job))
 
 
-_BATCHES: dict[str, Any] = {"non_blocking": True}
-"""Batches go to the GPU without the host waiting for what it has queued there before: they are in pinned memory."""
-
-
 def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
     """Everything that the recipe and the plan decide, under SFTConfig's names."""
     recipe, plan, train = job.recipe, job.plan, job.recipe.train
@@ -117,9 +113,14 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         # The loss is divided by the target tokens of the whole step, over all ranks.
         "average_tokens_across_devices": True,
-        "accelerator_config": dict(_BATCHES),
+        # Batches are in pinned memory there: the host need not wait for what it has queued on the GPU before.
+        "accelerator_config": _copies(job),
         **_sharding_arguments(job),
     }
+
+
+def _copies(job: Job) -> dict[str, Any]:
+    return {"non_blocking": job.hardware.gpu is not None}
 
 
 def _deepspeed(job: Job) -> dict[str, Any] | None:
@@ -136,7 +137,7 @@ def _sharding_arguments(job: Job) -> dict[str, Any]:
     copies, shards = mesh_shape(job.fsdp, job.hardware)
     # Otherwise each rank would hold the gradients of all weights until the last micro-batch of the step.
     reduced: dict[str, Any] = {
-        "accelerator_config": _BATCHES | {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        "accelerator_config": _copies(job) | {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     }
     if copies > 1:
         reduced["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)

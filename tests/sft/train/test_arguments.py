@@ -61,10 +61,18 @@ def test_the_plan_arrives_in_the_trainers_configuration(make_job: MakeJob, tmp_p
     assert (arguments.learning_rate, arguments.adam_beta2, arguments.max_grad_norm) == (2e-5, 0.99, 0.3)
     assert (arguments.seed, arguments.bf16, arguments.fp16, arguments.use_cpu) == (7, False, False, True)
     assert (arguments.packing, arguments.packing_strategy, arguments.max_length) == (True, "bfd", 128)
-    # The host waits for no batch that goes to a GPU.
-    assert arguments.accelerator_config.non_blocking and arguments.dataloader_pin_memory
     assert arguments.report_to == []
     assert arguments.output_dir == str(tmp_path / "mine" / "first" / "checkpoints")
+
+
+def test_the_host_waits_for_no_batch_that_goes_to_a_gpu(make_job: MakeJob, tmp_path: Path) -> None:
+    machine = Hardware(Gpu("GPU", 80.0, 9.0), 2, 2, 16, 128.0)
+    for overrides, also in (
+        ((), {}),
+        (("train.fsdp={}",), {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
+    ):
+        passed = _planned_arguments(make_job(*overrides, hardware=machine), tmp_path / "recipe" / "run")
+        assert passed["accelerator_config"] == {"non_blocking": True} | also
 
 
 def schedule(job: Job, run: Path, steps: int) -> list[float]:
