@@ -139,8 +139,8 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     Raises:
         ModelError: It cannot be loaded, or the tokenizer is not its own.
     """
-    if job.plan.attention.value == attention.NAME:
-        attention.register()
+    if job.plan.attention.value.startswith(attention.NAME):
+        attention.register(job.plan.attention.value)
     model = load_base(
         pinned(job.recipe, job.model).model,
         job.model.path,
