@@ -37,6 +37,8 @@ CHECKPOINTING = ["train.gradient_checkpointing=true"]
 LORA = ["model.lora={}", "train.learning_rate=1e-5"]
 ARTICLE = {"batch": 11, "packing": False, "checkpointing": True, "liger": True, "zero": True}
 PACKS = 4
+OUT_OF_MEMORY = r"out of (GPU )?memory"
+"""How torch says it, and sft/train/out_of_memory.py."""
 Row = dict[str, Any]
 
 
@@ -272,12 +274,20 @@ def trained(bench: Bench, kind: str, what: str, words: list[str] | None = None, 
     shutil.rmtree(folder)
     check(what, lines[0]["loss"], bench.facts[kind]["loss"])
     peak = max(line["peak_memory_gib"] for line in lines)
-    planned = next(row["value"] for row in plan["decisions"] if row["name"] == "memory")
-    found = {"what": what, "peak_gib": peak, "planned_gib": planned, "off": planned / peak - 1 if planned else None}
+    found = {"what": what, "peak_gib": peak}
+    planned = allocated(next(row for row in plan["decisions"] if row["name"] == "memory"))
+    if planned:
+        found |= {"planned_gib": planned, "off": planned / peak - 1}
     if steps > 2:
         tokens, seconds = (lines[-1][key] - lines[1][key] for key in ("tokens_seen", "seconds"))
         found |= speed(bench, kind, tokens / seconds)
     return found
+
+
+def allocated(decision: dict[str, Any]) -> float | None:
+    """GiB that the plan expects torch to allocate: its sum without the reserve, which torch does not count."""
+    reserve = re.search(r"reserve ([\d.]+)", decision["reason"])
+    return decision["value"] - float(reserve[1]) if decision["value"] and reserve else None
 
 
 def train_ours(bench: Bench, kind: str, folder: Path, words: list[str], steps: int) -> list[dict[str, Any]]:
@@ -300,7 +310,7 @@ def train_ours(bench: Bench, kind: str, folder: Path, words: list[str], steps: i
         process.kill()
         process.wait()
     if len(lines) < steps:
-        if "out of memory" in log.read_text().lower():
+        if re.search(OUT_OF_MEMORY, log.read_text()):
             raise DidNotFit
         raise SystemExit(
             f"{' '.join(command)} ended with status {process.returncode} after {len(lines)} of {steps} steps"
@@ -325,7 +335,7 @@ train:
   lr_scheduler_type: constant
   gradient_checkpointing: false
   logging_steps: 1
-  save_steps: 1000000
+  save_strategy: "no"
   save_canary: false
   resume: never
 """)
@@ -334,14 +344,7 @@ train:
 
 def bare_trainer(bench: Bench, what: str, **settings: Any) -> Row:
     """A bare SFTTrainer in this process, for six steps of all documents: speed after the second, and memory."""
-    if settings["zero"]:  # else DeepSpeed asks MPI
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29511",
-        }
+    deepspeed = zero2(bench) if settings["zero"] else None
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -355,18 +358,18 @@ def bare_trainer(bench: Bench, what: str, **settings: Any) -> Row:
                 seconds.append(time.monotonic())
 
     seconds: list[float] = []
-    documents, zero = bench.documents("short"), settings["zero"] and bench.gpu
+    documents = bench.documents("short")
     checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if settings["checkpointing"] else {}
     arguments = SFTConfig(
         output_dir=str(bench.work / "bare"), max_steps=6, per_device_train_batch_size=settings["batch"],
         gradient_accumulation_steps=1_000_000, max_length=bench.pack, packing=settings["packing"],
         gradient_checkpointing=settings["checkpointing"], bf16=bench.gpu, use_cpu=not bench.gpu, learning_rate=1e-6,
-        deepspeed=json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) if zero else None,
+        deepspeed=deepspeed,
         lr_scheduler_type="constant", adam_beta2=0.95, seed=0, logging_steps=1, save_strategy="no", report_to="none",
         disable_tqdm=True, **checkpointing,
     )  # fmt: skip
     # `trl sft` loads fp32; an engine that keeps an fp32 copy of its own takes bf16.
-    dtype = torch.bfloat16 if zero else torch.float32
+    dtype = torch.bfloat16 if deepspeed and bench.gpu else torch.float32
     try:
         network = AutoModelForCausalLM.from_pretrained(bench.model, dtype=dtype, attn_implementation="sdpa")
         if settings["liger"] and bench.gpu:
@@ -384,6 +387,26 @@ def bare_trainer(bench: Bench, what: str, **settings: Any) -> Row:
     rate = bench.facts["short"]["tokens"] * (len(seconds) - 2) / (seconds[-1] - seconds[1])
     peak = torch.cuda.max_memory_allocated() / 2**30 if bench.gpu else None
     return {"what": what, "peak_gib": peak} | speed(bench, "short", rate)
+
+
+def zero2(bench: Bench) -> dict[str, Any]:
+    """ds_configs/zero2.json with the buckets that the plan would choose, and the environment of a launcher: DeepSpeed would ask MPI."""
+    from sft.parallel.deepspeed import prepare_builds
+
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
+    if not bench.gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    prepare_builds(needed=not bench.gpu)
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    bucket = 500_000_000 if bench.gpu else 1_000_000
+    config["zero_optimization"] |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    return config
 
 
 def check(what: str, loss: float, reference: float) -> None:

@@ -88,7 +88,7 @@ seed -> train.seed -- rows are drawn differently
 data_seed -> data.seed -- rows are drawn differently
 ddp_timeout logging_steps save_total_limit eval_steps -> train.*
 save_steps -> train.save_steps
-save_strategy -> train.save_strategy -- checkpoints are always written: a run can be interrupted
+save_strategy -> train.save_strategy
 eval_strategy evaluation_strategy -> train.eval_steps -- the eval loss is measured where data.held_out is set
 do_eval -> data.held_out -- the eval loss is measured where data.held_out is set
 load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience -> train.*
@@ -338,10 +338,8 @@ def evaluation(c: Conversion) -> None:
         strategy = strategy_of(c, "save_strategy")
         if strategy == "steps":
             c.keep("save_strategy", "train.save_steps")
-        elif strategy in ("no", "false"):
-            c.drop("save_strategy", "checkpoints are always written, every train.save_steps: a run can be interrupted")
         else:
-            c.carry("save_strategy", "train.save_strategy", strategy)
+            c.carry("save_strategy", "train.save_strategy", "no" if strategy == "false" else strategy)
 
 
 def _launcher(c: Conversion) -> None:

@@ -38,6 +38,7 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
     if file is not None:
         _check_file(file)
         file = file.absolute()  # a run's folder may change the working directory
+    command = join(["sft", "plan", word, *overrides, *(["--on", on] if on else [])])
     path, overrides = recipe_of(word, overrides)
     topology = read_topology()
     hardware = described_hardware(on) if on else detect_hardware(topology.ranks, topology.per_node)
@@ -51,10 +52,9 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
         )
     found = fit(checked.recipe, hardware, model, checked.data)
     if found.lack is None:
-        _say_it_fits(found, hardware, path, file)
+        _say_it_fits(found, hardware, word, file)
         return
-    command = join(["sft", "plan", str(path), *overrides, *(["--on", on] if on else [])])
-    title = f"{path.stem}: {checked.recipe.model.name_or_path} does not fit on {hardware.device}: {found.lack}"
+    title = f"{word}: {checked.recipe.model.name_or_path} does not fit on {hardware.device}: {found.lack}"
     if not found.proposals:
         raise PlanError(
             f"{title}\nNo change that is known here makes it fit. Take a smaller model, or shorter documents (data.max_length)."
@@ -63,22 +63,20 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
     if file is not None:
         _write(file, checked.path, overrides, chosen)
     elif number:
-        print_plan(chosen.case.plan, f"{path.stem} with {describe(chosen)} on {chosen.case.hardware.device}")
+        print_plan(chosen.case.plan, f"{word} with {describe(chosen)} on {chosen.case.hardware.device}")
     else:
         print(visible_line(title))
-        print("\n".join(["Changes that make it fit, by arithmetic; each was planned:", *_lines(found.proposals)]))
+        print("\n".join(["Changes that make it fit; each was planned:", *_lines(found.proposals)]))
         print(f"The plan of one: {command} --fit 1")
         if (place := _writable(found.proposals)) or found.proposals[0].values:
             print(f"The recipe with one: {command} --fit {place + 1} --write FILE.yaml")
 
 
-def _say_it_fits(found: Fit, hardware: Hardware, path: Path, file: Path | None) -> None:
+def _say_it_fits(found: Fit, hardware: Hardware, word: str, file: Path | None) -> None:
     assert found.memory
     assert hardware.gpu
     room = hardware.gpu.memory_gib - found.memory.gpu_bytes / GIB
-    fits = (
-        f"{path.stem} fits on {hardware.device}: {gib(found.memory, hardware)}, {room:.1f} GiB to spare, by arithmetic."
-    )
+    fits = f"{word} fits on {hardware.device}: {gib(found.memory, hardware)}, {room:.1f} GiB to spare, by the plan's estimate."
     if file is not None:
         raise PlanError(f"--write {file}: {fits} There is nothing to change.")
     smaller = int(0.9 * hardware.gpu.memory_gib)
@@ -91,7 +89,9 @@ def _lines(proposals: Sequence[Proposal]) -> list[str]:
     for number, one in enumerate(proposals, 1):
         lines.append(f"{number:>3}. {describe(one)}")
         engine = one.case.plan.engine.value + (" with offload" if one.case.offloads else "")
-        details = {"memory": f"{gib(one.memory, one.case.hardware)}, {engine}", "time": one.cost, "result": one.result}
+        hours = f"; {one.case.plan.time.value} in all" if one.case.plan.time.value else ""
+        details = {"memory": f"{gib(one.memory, one.case.hardware)}, {engine}", "time": one.cost + hours}
+        details["result"] = one.result
         lines += [f"     {name + ':':<8}{words}" for name, words in details.items()]
     return lines
 

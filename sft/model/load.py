@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,6 +26,7 @@ from sft.model.tensor_parallel import loading_arguments, sum_norm_gradients_once
 from sft.model.weight_checks import DTYPES, check_values, check_weights, find_misfit, outside_zero_3, refuse_misfit
 from sft.plan.job import Job
 from sft.plan.precision import MASTER
+from sft.recipe.lora import TAKES_FROM_BASE
 from sft.recipe.schema import Model
 
 
@@ -141,15 +145,22 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     """
     if job.plan.attention.value.startswith(attention.NAME):
         attention.register(job.plan.attention.value)
-    model = load_base(
-        pinned(job.recipe, job.model).model,
-        job.model.path,
-        weights_dtype(job),
-        tokenizer,
-        storage(job),
-        attn_implementation=job.plan.attention.value,
-        **loading_arguments(job),
-    )
+    on_rank_0 = is_loaded_on_rank_0(job)
+    loading: AbstractContextManager[dict[str, str]] = _others_stay_empty() if on_rank_0 else nullcontext({})
+    with loading as empty:
+        model = load_base(
+            pinned(job.recipe, job.model).model,
+            job.model.path,
+            weights_dtype(job),
+            tokenizer,
+            storage(job),
+            attn_implementation=job.plan.attention.value,
+            **loading_arguments(job),
+            **empty,
+        )
+    model.is_loaded_on_rank_0 = on_rank_0
+    if on_rank_0:
+        _give_storage(model)
     if job.recipe.train.tensor_parallel_size > 1:
         sum_norm_gradients_once(model)
     if job.plan.kernels.value == "liger":
@@ -158,6 +169,50 @@ def load_model(job: Job, tokenizer: Any) -> Any:
         # TRL's fused head computes the loss; Liger's would replace the forward that it patches.
         _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
     return model
+
+
+def is_loaded_on_rank_0(job: Job) -> bool:
+    """Whether a node holds the full weights once: rank 0 loads them and, when they are sharded, sends each rank its shards.
+
+    Not what every rank computes from the weights before that (quantization, adapters that start as a part of the base), nor models with
+    buffers in their files, of which accelerate shards none.
+    """
+    model = job.recipe.model
+    if job.fsdp is None or model.quantization is not None:
+        return False
+    if model.lora is not None and str(model.lora.init_lora_weights).startswith(TAKES_FROM_BASE):
+        return False
+    pin = pinned(job.recipe, job.model).model
+    empty = empty_model(load_config(job.model.path, pin.revision, pin.trust_remote_code), pin.trust_remote_code)
+    return not {name for name, _ in empty.named_buffers()} & empty.state_dict().keys()
+
+
+@contextmanager
+def _others_stay_empty() -> Iterator[dict[str, str]]:
+    """Have from_pretrained load the weights on local rank 0 alone, and on the others keep all but buffers on the meta device.
+
+    Yields its further arguments: by itself transformers 5 loads them everywhere.
+    """
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    os.environ |= dict.fromkeys(names, "true")
+    try:
+        yield {} if os.environ.get("LOCAL_RANK", "0") == "0" else {"device_map": "meta"}
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def _give_storage(model: Any) -> None:
+    """Replace meta parameters by empty ones on the CPU, of whose pages none is in memory until it is written.
+
+    accelerate finds the optimizer's parameters by their address, and those on the meta device all have the same.
+    """
+    empty: dict[int, Any] = {}
+    for module in model.modules():
+        for name, one in module._parameters.items():
+            if one is not None and one.is_meta:
+                value = torch.empty_like(one, device="cpu")
+                module._parameters[name] = empty.setdefault(id(one), torch.nn.Parameter(value, one.requires_grad))
 
 
 def _settle_generation(model: Any, tokenizer: Any) -> list[str]:

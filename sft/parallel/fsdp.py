@@ -33,7 +33,7 @@ def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:
         "state_dict_type": f"{fsdp.state_dict_type.upper()}_STATE_DICT",
         # The plan decides about the layers' own checkpointing: sft/model/gradient_checkpointing.py.
         "activation_checkpointing": False,
-        "cpu_ram_efficient_loading": False,
+        "cpu_ram_efficient_loading": False,  # decided by how the model was loaded: units_as_planned
     }
 
 
@@ -59,6 +59,7 @@ def units_as_planned(trainer: Any, fsdp: Fsdp) -> Iterator[None]:
         ModelError: The model marks no layers.
     """
     model = trainer.model
+    trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = model.is_loaded_on_rank_0
     if fsdp.min_num_params is not None:
         with only_these_are_wrapped(size_units(model, fsdp.min_num_params)):
             yield

@@ -32,7 +32,7 @@ class DiskEstimate:
     @property
     def words(self) -> str:
         """The parts: `3 checkpoints of 36.0 GB, final/ of 6.0 GB`."""
-        plural = "s" if self.checkpoints > 1 else ""
+        plural = "s" if self.checkpoints != 1 else ""
         prepared = f", the prepared data of about {in_words(self.prepared)}" if self.prepared else ""
         return f"{self.checkpoints} checkpoint{plural} of {in_words(self.checkpoint)}, final/ of {in_words(self.final)}{prepared}"
 
@@ -78,6 +78,8 @@ def checkpoints_to_come(case: Case, there: int) -> int:
     """Checkpoints that still need room: one more than are kept, since the oldest goes when the newest is complete, less those `there`."""
     train, steps, per_epoch = case.recipe.train, case.plan.max_steps.value, case.plan.steps_per_epoch.value
     written = train.save_total_limit + train.load_best_model_at_end + 1
+    if train.save_strategy == "no":
+        return 0
     every = per_epoch if train.save_strategy == "epoch" else train.save_steps
     if steps is not None and every is not None:
         written = min(written, ceil(steps / every))

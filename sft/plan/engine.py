@@ -5,9 +5,11 @@ The sums are in sft/plan/memory.py.
 
 from __future__ import annotations
 
+from math import ceil
+
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.batch import resolve_data_parallel_ranks
+from sft.plan.batch import resolve_data_parallel_ranks, resolve_sequences
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Hardware
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
@@ -22,11 +24,11 @@ REMEDY = "`sft plan RECIPE --fit` lists the smallest changes that make it fit."
 def order_of_engines(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> list[str]:
     """What `auto` tries, the cheapest first, by the bytes that a step of a micro-batches sends to or from each rank, for P parameters.
 
-    In bf16 ZeRO-2 sends (2 a + 2) P, DDP 8 P (and computes with fp32 weights that are cast), ZeRO-3 6 a P. So ZeRO-2 comes first: up to
-    three micro-batches it sends no more than DDP, and it takes 2 + 16/N bytes a parameter instead of 22, which leaves room for larger
-    micro-batches. In fp32 DDP sends 8 P and ZeRO-2 (4 a + 4) P: DDP comes first. Offload is slower than any network. Adapters are small:
-    DDP, and ZeRO-3 where the frozen weights do not fit. Never tried: ZeRO-1 (6 bytes a parameter more than ZeRO-2) and NVMe, which cannot
-    be resumed; name them in train.deepspeed.
+    In bf16 ZeRO-2 sends (2 a + 2) P, ZeRO-1 6 P (one all-reduce, at the last micro-batch), DDP 8 P (and computes with fp32 weights that
+    are cast), ZeRO-3 6 a P. So ZeRO-2 comes first: it takes 2 + 16/N bytes a parameter instead of ZeRO-1's 8 + 12/N and DDP's 22, which
+    leaves room for larger micro-batches. Before it comes ZeRO-1 where the recipe states micro-batches of which a step has three or more.
+    In fp32 DDP sends 8 P, ZeRO-2 (4 a + 4) P, ZeRO-1 12 P: DDP comes first. Offload is slower than any network. Adapters are small: DDP,
+    and ZeRO-3 where the frozen weights do not fit. Never tried: NVMe, which cannot be resumed; name it in train.deepspeed.
     """
     train, adapters = recipe.train, recipe.model.lora is not None
     sharded = ["zero2", "zero3", "zero2_offload", "zero3_offload"]
@@ -34,6 +36,8 @@ def order_of_engines(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> l
         return ["none"]
     if train.sequence_parallel_size > 1:
         return sharded
+    if _micro_batches(recipe, hardware) >= 3:
+        sharded = ["zero1", *sharded]
     if hardware.ranks == 1:
         order = ["none", "zero2_offload", "zero3_offload"]
     elif adapters:
@@ -45,6 +49,14 @@ def order_of_engines(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> l
     unfit |= {"zero3", "zero3_offload"} if recipe.model.compile else set()
     unfit |= {"zero2_offload", "zero3_offload"} if train.optim != "adamw" else set()
     return [name for name in order if name not in unfit]
+
+
+def _micro_batches(recipe: Recipe, hardware: Hardware) -> int:
+    """Of a step, on one rank; 1 where the recipe leaves their size open."""
+    size = recipe.train.micro_batch_size
+    if size == "auto" or recipe.train.fsdp is not None:
+        return 1
+    return ceil(resolve_sequences(recipe, hardware).value / resolve_data_parallel_ranks(recipe, hardware).value / size)
 
 
 def first_that_fits(

@@ -30,6 +30,8 @@ from sft.recipe.schema import Recipe
 SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))  # nodes, GPUs of each
 MEMORIES = (24, 40, 80, 141)  # GB of the GPUs that are sold
 ENDLESS = 1e9  # GiB
+_ERROR = 1.5
+"""What arithmetic needs more than this many times is not simulated."""
 
 Values = Mapping[str, Any]
 """Changed keys of a recipe."""
@@ -77,7 +79,7 @@ def fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | 
     """Plan a recipe, and propose changes where it does not fit. Raises PlanError where it could not run with any amount of memory."""
     assert hardware.gpu
     endless = replace(hardware, gpu=replace(hardware.gpu, memory_gib=ENDLESS), cpu_memory_gib=ENDLESS)
-    base = planned(recipe, endless, model, data)
+    base = replace(planned(recipe, endless, _without_simulation(model), data), model=model)
     try:
         memory = memory_of(planned(recipe, hardware, model, data))
     except PlanError as error:  # of train.parallel=auto alone: all else was refused above
@@ -99,6 +101,11 @@ def memory_of(case: Case) -> MemoryEstimate:
     return estimate_memory(case.recipe, case.hardware, case.model, engine)
 
 
+def _without_simulation(model: ModelFacts) -> ModelFacts:
+    """The model as one whose activations follow from arithmetic."""
+    return replace(model, config=None)
+
+
 def changed(recipe: Recipe, values: Values) -> Recipe:
     """The recipe with other values, validated as a file is. Raises ValueError."""
     stated = recipe.model_dump(mode="json", exclude_unset=True)
@@ -113,10 +120,15 @@ def changed(recipe: Recipe, values: Values) -> Recipe:
 
 def _fitting(base: Case, hardware: Hardware, values: Values) -> tuple[Case, MemoryEstimate] | None:
     """The recipe planned with other values, if it runs and fits."""
+    assert hardware.gpu
     try:
         recipe = changed(base.recipe, values)
-        same_packs = not any(key.startswith("data.") for key in values)
-        case = planned(recipe, hardware, base.model, base.data if same_packs else None)
+        data = None if any(key.startswith("data.") for key in values) else base.data
+        # By arithmetic first, and with room to err: a simulated pass takes seconds.
+        roomy = replace(hardware, gpu=replace(hardware.gpu, memory_gib=_ERROR * hardware.gpu.memory_gib))
+        if not memory_of(planned(recipe, roomy, _without_simulation(base.model), data)).fits(roomy):
+            return None
+        case = planned(recipe, hardware, base.model, data)
     except (PlanError, ValueError):
         return None
     memory = memory_of(case)
@@ -219,16 +231,17 @@ def _result(recipe: Recipe, values: Values) -> str:
 
 
 def _shorter(recipe: Recipe) -> Iterator[Values]:
-    """Shorter packs, or documents without packing; the tokens of a step stay the same."""
-    data, train, factor = recipe.data, recipe.train, 2
-    while recipe.sequence_length // factor >= 256 and recipe.sequence_length % factor == 0:
-        length = recipe.sequence_length // factor
+    """Packs of a half or a quarter, or such documents without packing; the tokens of a step stay the same."""
+    data, train = recipe.data, recipe.train
+    for factor in (2, 4):
+        length, rest = divmod(recipe.sequence_length, factor)
+        if rest:
+            return
         values: dict[str, Any] = {"data.pack_length": length} if data.pack_length is not None else {}
         values |= {"data.max_length": length} if length < data.max_length else {}
         if train.global_batch_size is not None and data.packing:
             values["train.global_batch_size"] = train.global_batch_size * factor
         yield values
-        factor *= 2
 
 
 def _machines(base: Case, hardware: Hardware) -> Iterator[Proposal]:
@@ -261,7 +274,8 @@ def _engines_elsewhere(recipe: Recipe) -> list[Values]:
 
 
 def _cost_of_machine(base: Case, case: Case, ratio: float) -> str:
-    cost = f"at best 1/{ratio:g} of the time, and as many GPU-hours" if ratio > 1 else "about the same compute"
+    times = f"at best 1/{ratio:g} of" if ratio > 1 else f"about {1 / ratio:g} x"
+    cost = "about the same compute" if ratio == 1 else f"{times} the time, and as many GPU-hours"
     return f"{cost}; {_OFFLOADED}" if case.offloads and not base.offloads else cost
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
 from sft.recipe.data import Function
 from sft.recipe.optimization import Optimization
@@ -132,8 +132,10 @@ class Train(Optimization):
     save_steps: Annotated[int, UNRELATED] = Field(default=500, gt=0)
     """Optimizer steps between checkpoints."""
 
-    save_strategy: Annotated[Literal["steps", "epoch"], UNRELATED] = "steps"
-    """`steps`: a checkpoint every save_steps. `epoch`: at the end of each epoch."""
+    save_strategy: Annotated[
+        Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value), UNRELATED
+    ] = "steps"  # YAML reads a plain `no` as false
+    """`steps`: a checkpoint every save_steps. `epoch`: at the end of each epoch. `no`: only when the run is interrupted."""
 
     save_total_limit: Annotated[int, UNRELATED] = Field(default=2, gt=0)
     """Number of checkpoints to keep."""
@@ -232,6 +234,10 @@ class Train(Optimization):
                         f"{name} has no effect without load_best_model_at_end: set that to true, or remove {name}"
                     )
             return self
+        if self.save_strategy == "no":
+            raise ValueError(
+                "load_best_model_at_end chooses among the checkpoints, and save_strategy=no writes none: set steps or epoch"
+            )
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ValueError(
                 "early_stopping_threshold has no effect without early_stopping_patience: set both, or none"

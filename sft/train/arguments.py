@@ -86,7 +86,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "gradient_checkpointing": bool(plan.gradient_checkpointing.value),
         "gradient_checkpointing_kwargs": _checkpointing_arguments(plan.gradient_checkpointing.value),
         "seed": train.seed,
-        "save_strategy": "steps",
+        "save_strategy": "no" if train.save_strategy == "no" else "steps",
         "save_steps": job.save_steps,
         "save_total_limit": train.save_total_limit,
         "logging_steps": train.logging_steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -346,7 +347,9 @@ def build_trainer(
     lora = job.recipe.model.lora
     freeze(model, job.recipe.model.freeze)
     if lora is not None:
-        untrained = untrained_rows(job, model, tokenizer, sequences.store)
+        # Under FSDP2 rank 0 alone may hold the weights yet; ZeRO-3 gathers them.
+        found = partial(untrained_rows, job, model, tokenizer, sequences.store)
+        untrained = distributed.from_rank_0(found) if job.fsdp else found()
         if untrained and distributed.is_rank_0():
             names = named(tokenizer, untrained)
             print(

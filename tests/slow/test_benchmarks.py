@@ -1,6 +1,7 @@
 """Benchmarks run from a fresh clone, as miniatures, and show no speed where the sides did not do the same work."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.memory import GIB, MemoryEstimate
 from sft.recipe.schema import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -18,7 +21,7 @@ DEFAULT = "laws kernels model ours article memory tuning profile".split()
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / words[0]), *words[1:]]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=1400)
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -46,6 +49,7 @@ def test_sides_whose_losses_differ_show_no_speed(
 
 
 @pytest.mark.extra
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("parts", [DEFAULT, ["model", "bare", "packed", "ladder"]], ids=["default", "longer"])
 def test_each_part_of_the_gpu_benchmark_runs_on_a_cpu(parts: list[str], tmp_path: Path) -> None:
     ended = run("gpu.py", "--cpu", "--out", str(tmp_path), "--work", str(tmp_path), "--parts", *parts)
@@ -110,9 +114,24 @@ def test_a_side_that_computes_something_else_has_no_speed(monkeypatch: pytest.Mo
     with pytest.raises(SystemExit, match="no speed"):
         gpu_parts.check("ours", 6.31, 6.32)
     gpu_parts.check("ours", 6.3171, 6.3170)
+    said = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried",
+        "Rank 0 ran out of GPU memory while step 3",
+    )  # tests/slow/test_out_of_memory.py
+    assert all(re.search(gpu_parts.OUT_OF_MEMORY, words) for words in said)
     weight = torch.ones(8, requires_grad=True)
     sides = {"sum": lambda: (weight.sum(), [weight]), "wrong": lambda: ((weight * 1.001).sum(), [weight])}
     assert kernels_gpu.distances(sides, "sum") == {"sum": 0.0, "wrong": pytest.approx(1e-3, rel=1e-3)}
+
+
+def test_planned_memory_is_compared_without_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from gpu_parts import allocated
+
+    estimate = MemoryEstimate({"weights": 5.5 * GIB, "activations": 68.5 * GIB, "reserve": 5.5 * GIB}, 0.0)
+    words = estimate.words(Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 200.0))
+    assert allocated({"value": estimate.gpu_bytes / GIB, "reason": f"WARNING: {words}. Or so."}) == pytest.approx(74.0)
+    assert allocated({"value": None, "reason": "on a CPU nothing is counted"}) is None
 
 
 def test_a_profile_counts_time_in_which_any_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,14 @@ def disk(tmp_path: Path, undisturbed: Run) -> Iterator[Path]:
     subprocess.run(["umount", "--recursive", folder], check=True)
 
 
+def test_without_a_save_strategy_there_is_only_final(recipe: Path, undisturbed: Run, ranks: Ranks) -> None:
+    ranks.run(1, ["sft.train", recipe, "tracking.run_name=unsaved", "train.save_strategy=no"])
+    unsaved = Run(undisturbed.path.parent / "unsaved")
+    assert not list(unsaved.checkpoints.glob("checkpoint-*"))
+    assert losses(unsaved) == losses(undisturbed)
+    assert_same_weights(unsaved, undisturbed, 0.0)
+
+
 def spoil(ranks: Ranks, recipe: Path, count: int, how: dict[str, str], words: list[str], expect: int = 0) -> str:
     """Train with the saving of some steps spoiled; what was said on standard error."""
     return ranks.run(count, [SAVE_FAULTS, recipe, *words], expect, SPOIL=json.dumps(how))["stderr"]

@@ -104,6 +104,13 @@ def test_saving_by_epoch_counts_epochs_and_without_data_all_that_are_kept(tmp_pa
     assert checkpoints_to_come(replace(planned, plan=unknown).case, 0) == 5
 
 
+def test_without_checkpoints_only_final_counts(tmp_path: Path) -> None:
+    planned = job(tmp_path, "train.save_strategy=no")  # which YAML reads as false
+    found = estimate_disk(planned.case)
+    assert found is not None
+    assert (found.checkpoints, found.total) == (0, found.final + found.prepared)
+
+
 def test_prepared_data_counts_until_it_is_prepared(tmp_path: Path) -> None:
     planned = job(tmp_path)
     estimated, data = estimate_disk(planned.case), planned.data

@@ -8,7 +8,7 @@ from sft import cli
 from sft.errors import UserError
 from sft.recipe.load import load_recipe
 
-LARGE = ["data.pack_length=131072", "train.gradient_checkpointing=false"]
+LARGE = ["data.pack_length=262144", "train.gradient_checkpointing=false"]
 
 
 def run(*words: object) -> None:
@@ -30,7 +30,7 @@ def test_the_changes_are_listed_planned_and_written(
     run("--fit", *command, "--write", file)
     written = load_recipe(file)
     assert written.train.gradient_checkpointing not in (False, "auto")
-    assert written.data.pack_length == 131072
+    assert written.data.pack_length == 262144
     run(file, "--on", "1x4GB", "--fit")
     assert "fits on 1 x GPU (4 GiB)" in capsys.readouterr().out
     assert not (tmp_path / "out" / "mine").exists()

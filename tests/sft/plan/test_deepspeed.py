@@ -126,7 +126,7 @@ def test_a_file_that_deepspeed_would_not_follow_is_one_message(
 
 def sizes(file: DeepSpeedFile) -> dict[str, Any]:
     zero = file.config["zero_optimization"]
-    return {key: value for key, value in zero.items() if "bucket" in key or "threshold" in key}
+    return {key: value for key, value in zero.items() if "bucket_size" in key or "threshold" in key}
 
 
 def test_buckets_are_as_large_as_a_layer_at_least_and_never_larger_than_half_a_billion() -> None:

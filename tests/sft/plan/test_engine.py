@@ -30,6 +30,19 @@ QWEN_3B, QWEN_7B = MODELS["Qwen/Qwen2.5-3B"], MODELS["Qwen/Qwen2.5-7B"]
         (gpus(1), QWEN_3B, [], "one process"),
         (cpu(1), QWEN_3B, [], "one process"),
         (gpus(8), QWEN_7B, [], "ZeRO-2"),  # (2 + 16/8) x 7.6e9 = 28 GiB, and buffers
+        (
+            gpus(8),
+            QWEN_7B,
+            ["train.global_batch_size=48", "train.micro_batch_size=2"],
+            "ZeRO-1",
+        ),  # 3 micro-batches send 6, not 8 bytes
+        (gpus(8), QWEN_7B, ["train.global_batch_size=32", "train.micro_batch_size=2"], "ZeRO-2"),  # 2 send 6
+        (
+            gpus(8, memory=40),
+            QWEN_7B,
+            ["train.global_batch_size=48", "train.micro_batch_size=2"],
+            "ZeRO-2",
+        ),  # 67 GiB do not fit
         (gpus(4, memory=24), QWEN_3B, [], "ZeRO-3"),
         (gpus(2, memory=24), QWEN_3B, [], "ZeRO-2"),  # its optimizer in the machine's memory
         (gpus(1, memory=40), QWEN_3B, [], "ZeRO-2"),

@@ -55,6 +55,7 @@ BY_TASK = [*BEST, "train.metric_for_best_model=arc_easy/acc", "eval.tasks=[arc_e
         (BY_TASK, "eval.every_steps"),
         ([*BY_TASK, "eval.every_steps=30"], "eval.every_steps=30"),
         ([*BY_TASK, "eval.every_steps=40", "train.save_strategy=epoch"], "eval.every_steps=40"),
+        ([*BEST, "data.held_out=0.1", "train.save_strategy=no"], "save_strategy=no"),
         (["train.early_stopping_patience=3"], "early_stopping_patience"),
         (["train.metric_for_best_model=gsm8k/exact_match"], "metric_for_best_model"),
         ([*BEST, "data.held_out=0.1", "train.early_stopping_threshold=0.1"], "early_stopping_threshold"),

@@ -259,7 +259,7 @@ def test_a_model_that_computes_in_another_way_is_refused(
 
 
 def test_a_flash_attention_that_was_not_planned_is_refused(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.attention._registry, "_FLASH_ATTENTION_ACTIVE", ("FA3", None))
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
     assert wrong(read()) == {"flash_attention": ("torch's own", "FA3")}
 
 
