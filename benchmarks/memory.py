@@ -3,10 +3,10 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --only lora
 
-Random models of 25 to 130 million parameters train for two steps of two micro-batches through `python -m sft.train`, on a CPU, in what
-a GPU would compute in (bf16) and in fp32. Of the second step is measured, by the allocator's own events (torch.profiler), the peak; and
+Random models of 25 to 130 million parameters train for three steps of two micro-batches through `python -m sft.train`, on a CPU, in what
+a GPU would compute in (bf16) and in fp32. Of the third step is measured, by the allocator's own events (torch.profiler), the peak; and
 weights, gradients and optimizer state as the live objects hold them. Activations are the rest of the peak. Beside it stands the peak of
-the process (VmHWM) above what it held before the step, which includes what the allocator keeps.
+the process in the second step (VmHWM above what it held before, and weights and states), which includes what the allocator keeps.
 
 What a CPU would do otherwise than a GPU is made equal: TRL folds a tile of logits in place on a GPU, and in fp32 copies of it on a CPU;
 here it folds row by row.
@@ -24,7 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ data: {{train: {rows}, max_length: {tokens}}}
 train:
   global_batch_size: 2
   micro_batch_size: 1
-  max_steps: 2
+  max_steps: 3
   learning_rate: 1e-4
   precision: bf16
   save_steps: 1000000
@@ -105,18 +105,15 @@ class PeakMemory(TrainerCallback):
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **rest: Any
     ) -> None:
-        if state.global_step != 1:
+        if state.global_step == 1:  # the process, without what the profiler holds
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            self.resident = _status("VmRSS")
+        if state.global_step != 2:
             return
-        weights, states = (
-            _storages([*model.parameters(), *model.buffers(), *_quantized(model)]),
-            _storages(_states(optimizer)),
-        )
-        states = {pointer: size for pointer, size in states.items() if pointer not in weights}
+        weights = _storages([*model.parameters(), *model.buffers(), *_quantized(model)])
+        states = {pointer: size for pointer, size in _storages(_states(optimizer)).items() if pointer not in weights}
         self.found = {"weights": sum(weights.values()), "optimizer": sum(states.values())}
-        self.found["parameters"] = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        self.resident = _status("VmRSS")
         self.profile.start()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
@@ -124,7 +121,9 @@ class PeakMemory(TrainerCallback):
         self.found["gradients"] = sum(_storages(grads).values())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if state.global_step != 2:
+        if state.global_step == 2:
+            self.resident = _status("VmHWM") - self.resident
+        if state.global_step != 3:
             return
         self.profile.stop()
         events = [one for one in self.profile.profiler.kineto_results.events() if one.name() == "[memory]"]
@@ -133,7 +132,7 @@ class PeakMemory(TrainerCallback):
             now += event.nbytes()
             peak = max(peak, now)
         base = self.found["weights"] + self.found["optimizer"]
-        self.found |= {"peak": base + peak, "resident": base + _status("VmHWM") - self.resident, "left": now}
+        self.found |= {"peak": base + peak, "resident": base + self.resident}
         self.file.write_text(json.dumps(self.found))
 
 
@@ -249,7 +248,7 @@ def make_model(family: str, folder: Path) -> Path:
 
 
 def measure(case: Case, folder: Path) -> dict[str, int]:
-    """What the training took, in bytes; the predictions for it are in `predict`."""
+    """What the training took, in bytes."""
     rows, recipe, found = folder / f"{case.tokens}.jsonl", Path(f"{folder}/case.yaml"), folder / "run.json"
     # Two documents to a pack, and packs that are full.
     halves = ([10 + (place + row) % 500 for place in range(case.tokens // 2)] for row in range(16))
@@ -273,16 +272,22 @@ def measure(case: Case, folder: Path) -> dict[str, int]:
     return measured
 
 
-def predict(case: Case, folder: Path) -> dict[str, float]:
-    """What the plan says of the same training on a GPU whose kernels are those of this CPU."""
+def predict(case: Case, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """What the plan says of the same training, simulated and by arithmetic alone, on a GPU whose kernels are those of this CPU."""
     from sft.launch.job import open_recipe
     from sft.plan.hardware import Gpu, machine
     from sft.plan.memory import ENGINES, estimate_memory
 
     recipe, _, facts = open_recipe(folder / "case.yaml", case.overrides)
-    parts = dict(estimate_memory(recipe, machine(Gpu("CPU", 80.0, 9.0), 1, 1), facts, ENGINES["none"]).gpu)
-    del parts["reserve"]
-    return parts | {"peak": sum(parts.values())}
+    gpu = machine(Gpu("CPU", 80.0, 9.0), 1, 1)
+    estimates = [estimate_memory(recipe, gpu, one, ENGINES["none"]) for one in (facts, replace(facts, config=None))]
+    simulated, formula = (
+        {name: size for name, size in one.gpu.items() if name != "reserve"} | {"simulated": one.simulated}
+        for one in estimates
+    )
+    assert simulated.pop("simulated")
+    assert not formula.pop("simulated")
+    return tuple(parts | {"peak": sum(parts.values())} for parts in (simulated, formula))
 
 
 def main() -> None:
@@ -293,6 +298,7 @@ def main() -> None:
     import sft.launch.rank
     import sft.train.main  # noqa: F401 (once, and not in each child)
 
+    print(HEADER)
     with tempfile.TemporaryDirectory() as name:
         for title, (family, tokens, overrides) in CASES.items():
             if re.search(arguments.only, title):
@@ -302,14 +308,21 @@ def main() -> None:
     print(described(["torch", "transformers", "trl", "bitsandbytes"]))
 
 
-def show(case: Case, measured: dict[str, int], predicted: dict[str, float]) -> None:
-    print(
-        case.name,
-        {k: round(v / MIB, 1) for k, v in measured.items()},
-        {k: round(v / MIB, 1) for k, v in predicted.items()},
-        f"{predicted['peak'] / measured['peak'] - 1:+.1%}",
-        flush=True,
-    )
+HEADER = """
+MiB; activations are the rest of the peak. In brackets: the error of the peak, of the simulated and of the formula's.
+
+| case, tokens | weights | gradients | optimizer | activations | peak | simulated | formula | process |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|"""
+
+
+def show(case: Case, measured: dict[str, int], predicted: tuple[dict[str, float], dict[str, float]]) -> None:
+    """A row of the table."""
+    states = [measured[name] for name in ("weights", "gradients", "optimizer")]
+    sizes = [*states, measured["peak"] - sum(states), measured["peak"]]
+    cells = [f"{size / MIB:,.1f}" for size in sizes]
+    cells += [f"{one['peak'] / MIB:,.1f} ({one['peak'] / measured['peak'] - 1:+.1%})" for one in predicted]
+    cells += [f"{measured['resident'] / MIB:,.0f}"]
+    print(f"| {case.name}, {case.tokens:,} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

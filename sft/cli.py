@@ -77,15 +77,22 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--write", metavar="FILE", type=click.Path(path_type=Path), help="With --fit: write the changed recipe."
         ),
+        click.option(
+            "--json", "as_json", is_flag=True, help="Print the plan as JSON: decisions, memory, time, warnings."
+        ),
     )
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def _plan(words: Sequence[str], on: str | None, price: float | None, fit: str | None, write: Path | None) -> None:
+def _plan(
+    words: Sequence[str], on: str | None, price: float | None, fit: str | None, write: Path | None, as_json: bool
+) -> None:
     if write is not None and fit is None:
         raise RecipeError("--write writes a recipe with a change that --fit finds: give both.")
+    if as_json and fit is not None:
+        raise RecipeError("--fit lists changes and --json prints one plan: give one.")
     if price is not None and fit is not None:
         raise RecipeError(
             "--fit lists changes and --price is for one plan: give one, and price the plan of the changed recipe."
@@ -93,7 +100,7 @@ def _plan(words: Sequence[str], on: str | None, price: float | None, fit: str | 
     if fit is None:
         from sft.launch.main import show_plan
 
-        show_plan(*recipe_and_overrides(words), on, price)
+        show_plan(*recipe_and_overrides(words), on, price, as_json)
         return
     from sft.launch.fit import show_fit
 
@@ -157,6 +164,7 @@ def train(
     price: float | None,
     fit: str | None,
     write: Path | None,
+    as_json: bool,
     preflight: bool,
     prepares: bool,
     rows: int | None,
@@ -176,8 +184,8 @@ def train(
     Environment: NPROC (processes on this node; default, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Slurm,
     Kubernetes (PyTorchJob) and SkyPilot set their own: scripts/slurm, scripts/kubernetes, scripts/skypilot.
     """
-    if plans or any(option is not None for option in (on, price, fit, write)):
-        _plan(words, on, price, fit, write)
+    if plans or any(option is not None for option in (on, price, fit, write)) or as_json:
+        _plan(words, on, price, fit, write, as_json)
         return
     from sft.launch.main import start
 
@@ -191,17 +199,20 @@ def train(
 @sft.command(**COMMAND)
 @_recipe_arguments
 @_plan_options
-def plan(words: tuple[str, ...], on: str | None, price: float | None, fit: str | None, write: Path | None) -> None:
+def plan(
+    words: tuple[str, ...], on: str | None, price: float | None, fit: str | None, write: Path | None, as_json: bool
+) -> None:
     """Print every decision with its reason. Starts nothing.
 
     \b
       sft plan recipes/qwen3b.yaml
       sft plan recipes/qwen3b.yaml --on 8x80GB
       sft plan recipes/qwen3b.yaml --on 8xH100 --price 2.5
+      sft plan recipes/qwen3b.yaml --on 8xH100 --json
       sft plan recipes/qwen3b.yaml --on 1x24GB --fit
       sft plan recipes/qwen3b.yaml --on 1x24GB --fit 2 --write qwen3b_small.yaml
     """
-    _plan(words, on, price, fit, write)
+    _plan(words, on, price, fit, write, as_json)
 
 
 @sft.command(**COMMAND)

@@ -14,7 +14,7 @@ from sft.errors import ModelError
 from sft.hub.flops import ModelFlops, model_flops
 from sft.hub.names import hub_answers, is_commit, model_path
 from sft.hub.remote_code import check_remote_code
-from sft.hub.weights import check_weight_files
+from sft.hub.weights import check_weight_files, has_weights
 from sft.recipe.schema import Recipe
 
 ENCODERS = frozenset(
@@ -162,9 +162,9 @@ class ModelFacts:
 def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False) -> ModelFacts:
     """Find out what the plan needs of the recipe's model, from its configuration and an empty model on torch's meta device.
 
-    With `download`, config.json of a hub model that is not cached is fetched. `for_data` is only what preparing the data needs: where
-    config.json says it, torch and transformers are not imported. Raises ModelError where the model does not exist, is no decoder, its
-    config.json is none, its files are not whole, or it has code that may not be run.
+    With `download`, config.json of a hub model that is not cached is fetched, and a folder must hold weights. `for_data` is only what
+    preparing the data needs: where config.json says it, torch and transformers are not imported. Raises ModelError where the model does
+    not exist, is no decoder, its config.json is none, its files are not whole, or it has code that may not be run.
     """
     path, model = model_path(recipe), recipe.model
     file = _find(path, model.revision, "config.json", download)
@@ -176,7 +176,7 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
     revision = commit or model.revision
     tokenizer_settings = _read_json(_find(path, revision, "tokenizer_config.json", download))
     check_remote_code(model, path, commit, settings, tokenizer_settings)
-    if Path(path).is_dir():
+    if Path(path).is_dir() and (download or has_weights(Path(path))):
         check_weight_files(Path(path), settings)
     text = settings.get("text_config") or settings
     if for_data and isinstance(text.get("vocab_size"), int):

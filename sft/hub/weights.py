@@ -44,6 +44,11 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there is any file of weights, whole or not."""
+    return any(file.name.startswith(_FORMATS) for file in folder.iterdir())
+
+
 def _shards(index: Path) -> list[Path]:
     if not index.is_file():
         return []

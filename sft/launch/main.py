@@ -5,6 +5,7 @@ What it starts is what anyone can start by hand; the exact command is printed.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from sft.parallel.process_group import settle_allocator
 from sft.plan.hardware import cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
-from sft.plan.time import check_price, cost_line
+from sft.plan.time import check_price, cost_line, estimate_time
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
 from sft.terminal import visible_line
@@ -52,13 +53,20 @@ def planned_job(recipe: Path, overrides: Sequence[str], on: str | None = None) -
     return (job.with_data(prepared.facts(), find_result(job, prepared)), prepared) if prepared else (job, None)
 
 
-def show_plan(word: str, overrides: Sequence[str], on: str | None = None, price: float | None = None) -> None:
-    """Print every decision with its reason; with the price of a GPU-hour what the training costs. Raises UserError."""
+def show_plan(
+    word: str, overrides: Sequence[str], on: str | None = None, price: float | None = None, as_json: bool = False
+) -> None:
+    """Print every decision with its reason, or the plan as JSON; with the price of a GPU-hour what the training costs. Raises UserError."""
     if price is not None:
         check_price(price)
     job, prepared = planned_job(*recipe_of(word, overrides), on)
     title = f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}"
     warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, prepared.facts() if prepared else None)
+    if as_json:
+        time = estimate_time(job.case)
+        numbers = {"why": time} if isinstance(time, str) else time.as_json(price)
+        print(json.dumps(job.plan.as_json(time=numbers, warnings=list(warnings)), indent=2, default=str))
+        return
     cost = [] if price is None else [cost_line(job.case, price)]
     print_plan(job.plan, title, [*cost, *(f"Warning: {warning}" for warning in warnings)])
 

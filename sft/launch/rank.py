@@ -187,9 +187,9 @@ def resume_evaluation(job: Job, preparation: Popen[bytes] | None) -> None:
 def show_start(job: Job, opened: OpenedRun, tokenizer: Any) -> None:
     """Write plan.json, and print what is about to happen."""
     run = opened.run
-    write_json(
-        run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
-    )
+    deepspeed = job.deepspeed.config if job.deepspeed else None
+    decided = {"decisions": job.plan.decisions(), "memory": job.plan.memory_bytes, "deepspeed": deepspeed}
+    write_json(run.plan_file, decided)
     warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, opened.prepared.facts())
     run.warn("plan", *warnings)
     notes = [

@@ -6,6 +6,7 @@ The sums are in sft/plan/memory.py.
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
@@ -105,19 +106,19 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
 
 def resolve_memory(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
-) -> Decision[float | None]:
-    """GiB that each GPU needs, by arithmetic, and the sum; with a warning where that is more than there is."""
+) -> tuple[Decision[float | None], dict[str, Any] | None]:
+    """GiB that each GPU needs, and the sum, with a warning where that is more than there is; and the same in bytes by category."""
     if hardware.gpu is None:
-        return Decision(None, "on a CPU nothing is counted")
+        return Decision(None, "on a CPU nothing is counted"), None
     if model.parameters is None:
-        return Decision(None, "the model's size is not known before it is downloaded")
+        return Decision(None, "the model's size is not known before it is downloaded"), None
     estimate = estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
     micro = 1 if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size
     how = "activations simulated" if estimate.simulated else "by arithmetic"
     words = f"{how}, for a micro-batch of {micro}: {estimate.words(hardware)}"
     if not estimate.fits(hardware):
         words = f"WARNING: does not fit, {words}. {REMEDY}"
-    return Decision(round(estimate.gpu_bytes / GIB, 1), words)
+    return Decision(round(estimate.gpu_bytes / GIB, 1), words), estimate.as_json(hardware)
 
 
 def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> DeepSpeedFile | None:

@@ -92,7 +92,9 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
             "Resume on a machine like the first, or start a new run with train.resume=never."
         ) from None
     # On a CPU there are no kernels, and no value to keep.
-    decisions = {name: Decision(value, REASON) for name, value in kept.items() if getattr(plan, name).value == value}
+    decisions: dict[str, Any] = {
+        name: Decision(value, REASON) for name, value in kept.items() if getattr(plan, name).value == value
+    }
     same = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
     if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
         # It also follows from the memory of the machine.

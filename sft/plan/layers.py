@@ -10,7 +10,8 @@ from sft.plan.plan import Decision, TuningResult, stated
 from sft.recipe.schema import Recipe
 
 HEAD_TILE = (4096, 32768)
-"""Tokens and words whose logits TRL's fused head has at one time: its TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE."""
+"""Tokens and words whose logits TRL's fused head has at one time: its TOKEN_CHUNK_SIZE, and
+_CHUNKED_LOGPROB_CHUNK_SIZE whatever the vocabulary."""
 
 _NAMES = {"flash_attention_3": "flash-attn 3", "flash_attention_2": "flash-attn"}
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
@@ -38,6 +38,12 @@ RESERVE = 1.5 * GIB
 FRAGMENTS = 0.05  # of a GPU's memory
 LIVE = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters and sub_group_size
 CPU_FACTOR = 1.5  # pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it
+SUBSTITUTES = {
+    "attention": "FlashAttention: keeps query, key, value, output and an fp32 number for each query and head",
+    "loss head": "TRL's fused head: a tile of logits, and gradients in fp32",
+    "norms, rotary embedding, MLP": "Liger's kernels, where they run: keep their inputs, and write gradients over them",
+}
+"""What stands for the kernels of a GPU in a simulated pass."""
 _CHUNK = 2**27  # elements of sft/parallel/optimizer.py's step
 _SCALES = {True: 1 / 64 + 4 / (64 * 256), False: 4 / 64}  # bytes a 4-bit weight; by bnb_4bit_use_double_quant
 
@@ -78,6 +84,17 @@ class MemoryEstimate:
     def gpu_bytes(self) -> float:
         """On each GPU."""
         return sum(self.gpu.values())
+
+    def as_json(self, hardware: Hardware) -> dict[str, Any]:
+        """Bytes on each GPU by category, `peak` with the reserve among them; `machine` is of each node's memory."""
+        assert hardware.gpu
+        found = {name: int(size) for name, size in self.gpu.items()}
+        found |= {
+            "peak": int(self.gpu_bytes),
+            "available": int(hardware.gpu.memory_gib * GIB),
+            "machine": int(self.cpu),
+        }
+        return found | {"simulated": self.simulated, "substitutes": SUBSTITUTES if self.simulated else {}}
 
     def lack(self, hardware: Hardware) -> str | None:
         """What there is too little of, such as `90.1 of 80 GiB`; None where the estimate fits."""
@@ -288,7 +305,7 @@ class _Sizes:
         recompute = ceil(self.layers / every) if every else 0
         kept = recompute * inputs + (self.layers - recompute) * outputs
         one_layer = tokens * (12 * self.hidden + 6 * self.wide) * width
-        tile = min(tokens, HEAD_TILE[0]) * min(self.vocabulary, HEAD_TILE[1]) * width
+        tile = min(tokens, HEAD_TILE[0]) * HEAD_TILE[1] * width
         head = tile + (tokens + (0 if self.adapters else self.vocabulary)) * self.hidden * (4 + width)
         if self.recipe.train.label_smoothing_factor:
             # All logits at most: as they are, and three times in fp32 (copy, log_softmax, gradient).

@@ -58,9 +58,11 @@ def resolve_plan(
     micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned)
     expected = _expectations(recipe, batch.value, data)
     warmup = resolve_warmup(recipe, expected["max_steps"].value)
+    memory, memory_bytes = resolve_memory(recipe, hardware, model, deepspeed)
     plan = Plan(
         engine=resolve_engine(recipe, hardware, model, deepspeed),
-        memory=resolve_memory(recipe, hardware, model, deepspeed),
+        memory=memory,
+        memory_bytes=memory_bytes,
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         quantization=resolve_quantization(recipe, hardware, deepspeed, precision.value),

@@ -1,7 +1,7 @@
 """Simulates a forward and backward pass on a model without values, and counts the memory that it takes.
 
 Weights and activations are on torch's meta device: they have shapes and dtypes, and no values, so that all layers pass in seconds. What is
-one kernel on a GPU, or looks at values, is a substitute here that keeps and allocates what the kernel does (SUBSTITUTES).
+one kernel on a GPU, or looks at values, is a substitute here that keeps and allocates what the kernel does: SUBSTITUTES of memory.py.
 """
 
 from __future__ import annotations
@@ -37,11 +37,6 @@ from sft.files import write_json
 from sft.plan.layers import HEAD_TILE
 from sft.recipe.schema import Lora
 
-SUBSTITUTES = {
-    "attention": "FlashAttention: keeps query, key, value, output and an fp32 number for each query and head",
-    "loss head": "TRL's fused head: a tile of logits, and gradients in fp32",
-    "norms, rotary embedding, MLP": "Liger's kernels, where they run: keep their inputs, and write gradients over them",
-}
 _NAME = "simulated"
 
 
@@ -167,7 +162,7 @@ class _Head(torch.autograd.Function):
     def forward(context: Any, hidden: Any, weight: Any, dtype: Any, all_logits: bool) -> Any:
         context.save_for_backward(hidden, weight)
         tokens, words = len(hidden), len(weight)
-        context.tile = (min(tokens, HEAD_TILE[0]), min(words, HEAD_TILE[1])), dtype
+        context.tile = (min(tokens, HEAD_TILE[0]), HEAD_TILE[1]), dtype
         working = hidden.new_empty(context.tile[0], dtype=dtype)
         if all_logits:  # as they are, and three times in fp32: copy, log_softmax, gradient
             working = (

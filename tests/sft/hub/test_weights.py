@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 from sft.errors import ModelError
-from sft.hub.weights import check_weight_files, weight_files
+from sft.hub.weights import check_weight_files, has_weights, weight_files
 
 
 @pytest.fixture(params=["safetensors", "bin"])
@@ -75,3 +75,10 @@ def test_float8_needs_its_scales(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"w2 is stored in F8_E4M3.*quantization_config"):
         check_weight_files(tmp_path, {})
     check_weight_files(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
+
+
+def test_a_folder_without_any_file_of_weights_has_none(folder: Path, tmp_path: Path) -> None:
+    assert has_weights(folder)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert not has_weights(tmp_path / "empty")

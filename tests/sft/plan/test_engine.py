@@ -130,7 +130,7 @@ def test_every_cell_is_an_engine_that_fits_or_a_refusal(
         need = estimate_memory(recipe, hardware, model, ENGINES[found.value or "none"])
         assert need.gpu_bytes <= memory * GIB
         assert need.cpu <= hardware.cpu_memory_gib * GIB
-        shown = resolve_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
+        shown, _ = resolve_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
         assert shown.value == round(need.gpu_bytes / GIB, 1)
         assert "WARNING" not in shown.reason
         assert need.words(hardware) in shown.reason
@@ -207,3 +207,22 @@ def test_a_quantized_base_takes_its_bytes_and_a_frozen_weight_no_optimizer(make_
     half = states(frozen_parameters=7_615_616_512 // 2)
     assert half["optimizer"] == pytest.approx(states()["optimizer"] / 2, rel=1e-3)
     assert half["weights"] == states()["weights"]
+
+
+def test_fsdp2_shards_what_zero_3_shards_of_fp32_weights(make_recipe: MakeRecipe) -> None:
+    model, eight = ModelFacts("m", parameters=10**9), described_hardware("8x80GB")
+
+    def gpu(*overrides: str) -> dict[str, float]:
+        recipe = make_recipe("train.global_batch_size=64", *overrides)
+        return dict(estimate_memory(recipe, eight, model, engine_of(None, recipe.train.fsdp)).gpu)
+
+    assert sum(gpu("train.fsdp={}")[name] for name in STATES) == (4 + 4 + 8) / 8 * 10**9
+    kept = gpu("train.fsdp={sharding_strategy: shard_grad_op}")
+    assert kept["buffers"] >= 2e9  # all weights stay gathered
+    offloaded = gpu("train.fsdp={offload_params: true}")
+    assert all(offloaded[name] == 0 for name in STATES)
+    recipe = make_recipe("train.fsdp={}", "train.global_batch_size=64")
+    value, sizes = resolve_memory(recipe, eight, QWEN_3B, None)
+    assert value.value is not None
+    assert sizes is not None
+    assert sizes["peak"] == sum(sizes[name] for name in (*STATES, "activations", "buffers", "reserve")) // 1

@@ -1,5 +1,6 @@
 """What the plan decides and shows, what it warns of, and what a resumed run keeps of it."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import REASON, Job, keep_decisions
-from sft.plan.plan import print_plan
+from sft.plan.plan import memory_bars, print_plan
 from sft.plan.precision import MASTER, resolve_precision
 from sft.plan.resolve import resolve_plan
 from sft.plan.warnings import plan_warnings
 from sft.recipe.schema import Recipe
-from tests.sft.plan.machines import QWEN, MakeRecipe, cpu, gpus
+from tests.sft.plan.machines import MODELS, QWEN, MakeRecipe, cpu, gpus
 
 VOLTA, AMPERE = gpus(capability=7.0), gpus(capability=8.0)
 
@@ -249,3 +250,25 @@ def test_a_machine_that_cannot_resume_as_before_is_refused(make_recipe: MakeReci
     job = job_of(make_recipe(), gpus())
     with pytest.raises(PlanError, match=r"resumes with what it was .*model.attn_implementation=flash_attention_2"):
         keep_decisions(job, DATA, decisions(job) | {"attention": "flash_attention_2"})
+
+
+def test_the_json_has_bytes_of_each_category_that_add_up_to_the_peak(make_recipe: MakeRecipe) -> None:
+    found = resolve_plan(make_recipe(), gpus(8), MODELS["Qwen/Qwen2.5-3B"]).as_json(time={"hours": [1, 2]})
+    memory = json.loads(json.dumps(found))["memory"]
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")
+    assert abs(sum(memory[name] for name in parts) - memory["peak"]) <= len(parts)
+    assert memory["available"] == 80 * 2**30
+    assert not memory["simulated"]
+    assert found["decisions"]["engine"]["value"] == "DDP"
+    assert found["time"] == {"hours": [1, 2]}
+
+
+def test_bars_follow_one_another_to_the_peak_and_stay_inside_what_is_too_large() -> None:
+    sizes = {"weights": 2**33, "activations": 2**32, "reserve": 1, "peak": 3 * 2**32 + 1, "available": 2**34}
+    _, weights, activations, reserve, rest = memory_bars(sizes, "#")
+    assert (weights.count("#"), activations.count("#"), reserve.count("#")) == (24, 12, 1)
+    assert activations.index("#") == weights.rindex("#") + 1
+    assert rest.split() == ["headroom", "4.0", "of", "16"]
+    *_, rest = over = memory_bars(sizes | {"available": 2**32})
+    assert rest.split() == ["too", "much", "8.0", "of", "4"]
+    assert len({len(line) for line in over[1:-1]}) == 1
