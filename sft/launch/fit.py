@@ -44,7 +44,7 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
     hardware = described_hardware(on) if on else detect_hardware(topology.ranks, topology.per_node)
     if hardware.gpu is None:
         raise PlanError("--fit counts the memory of GPUs, and there is none here. Name some: --on 8x80GB.")
-    checked = check_recipe(path, overrides, hardware, to_run=False)
+    checked = check_recipe(path, overrides, hardware)
     model = checked_model(checked.recipe, to_run=False)
     if model.parameters is None:
         raise PlanError(

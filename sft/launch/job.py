@@ -55,13 +55,12 @@ class CheckedRecipe:
     data: DataFacts | None
 
 
-def check_recipe(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> CheckedRecipe:
+def check_recipe(recipe_path: Path, overrides: Sequence[str], hardware: Hardware) -> CheckedRecipe:
     """Check recipe, batch, data and tasks within a second; imports no torch. Raises UserError."""
     recipe, path = _checked_recipe(recipe_path, overrides)
     check_batch(recipe, hardware)
     data = inspect_data(recipe, model_path(recipe))
-    if to_run:
-        check_backend(recipe.eval, after_training=True)
+    check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     check_tasks_during(recipe)
     check_trackers(recipe.tracking)
@@ -82,7 +81,7 @@ def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
     """Check everything that can be checked before the data is prepared, and plan. Raises UserError."""
-    return plan_job(check_recipe(recipe_path, overrides, hardware, to_run), to_run)
+    return plan_job(check_recipe(recipe_path, overrides, hardware), to_run)
 
 
 def open_recipe(recipe_path: Path, overrides: Sequence[str], for_data: bool = False) -> tuple[Recipe, Path, ModelFacts]:
