@@ -275,7 +275,7 @@ def trained(bench: Bench, kind: str, what: str, words: list[str] | None = None, 
     check(what, lines[0]["loss"], bench.facts[kind]["loss"])
     peak = max(line["peak_memory_gib"] for line in lines)
     found = {"what": what, "peak_gib": peak}
-    planned = allocated(next(row for row in plan["decisions"] if row["name"] == "memory"))
+    planned = allocated(plan)
     if planned:
         found |= {"planned_gib": planned, "off": planned / peak - 1}
     if steps > 2:
@@ -284,10 +284,10 @@ def trained(bench: Bench, kind: str, what: str, words: list[str] | None = None, 
     return found
 
 
-def allocated(decision: dict[str, Any]) -> float | None:
-    """GiB that the plan expects torch to allocate: its sum without the reserve, which torch does not count."""
-    reserve = re.search(r"reserve ([\d.]+)", decision["reason"])
-    return decision["value"] - float(reserve[1]) if decision["value"] and reserve else None
+def allocated(plan: dict[str, Any]) -> float | None:
+    """GiB that the plan expects torch to allocate: its peak without the reserve, which torch does not count; None on a CPU."""
+    sizes = plan["memory"]
+    return (sizes["peak"] - sizes["reserve"]) / 2**30 if sizes else None
 
 
 def train_ours(bench: Bench, kind: str, folder: Path, words: list[str], steps: int) -> list[dict[str, Any]]:

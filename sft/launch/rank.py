@@ -29,7 +29,7 @@ from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.evaluation import become_evaluation, programs, unfinished_evaluation
 from sft.launch.job import check_recipe, command_of, parse_command_line, plan_job
-from sft.launch.open_run import OpenedRun, check_start, open_run
+from sft.launch.open_run import OpenedRun, check_start, open_run, runs_folder
 from sft.launch.preflight import check_ranks, preflight
 from sft.launch.prepare import end_preparation, plan_beside_preparation, prepared_data
 from sft.parallel import process_group as distributed
@@ -135,7 +135,7 @@ def join(job: Job) -> None:
     """Become one of the job's ranks."""
     uses_gpu = job.hardware.gpu is not None
     if job.recipe.debug:
-        distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu)
+        distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu, runs_folder(job))
     distributed.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
     if not uses_bitsandbytes(job.recipe):
         # peft imports it wherever it is installed, which takes half a second.

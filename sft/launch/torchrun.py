@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ import psutil
 from sft import signals
 from sft.errors import EXIT_LOST_RANK, PlanError, PreflightError, UserError
 from sft.launch.topology import Topology
+from sft.parallel.process_group import lost_ranks_remedy
 from sft.plan.hardware import whole_number
 from sft.program import end_with_parent, run_main
 from sft.run.directory import Run
@@ -38,6 +40,11 @@ _KILL_SECONDS = 3.0  # that the ranks may take to end after a second signal
 _STORE_SECONDS = 15.0  # that another node's restart waits for node 0 to end, which may have been sooner
 _RESTARTS = "SFT_RESTARTS"  # environment variable: how often this job has restarted
 _ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
+# What torch's ProcessGroupNCCL prints on a timeout, and what its watchdog thread throws, which ends the process with SIGABRT.
+_NCCL_WAITED = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+).*?\) ran for (\d+) milliseconds"
+)
+_NCCL_ENDED = re.compile(r"Process group watchdog thread terminated with exception: (.*)")
 _KILLED = ", most often by the kernel because memory ran out (dmesg says so; then start fewer processes with NPROC, or see docs/memory.md)"
 
 
@@ -184,11 +191,14 @@ def _record_interruption(number: signal.Signals) -> int:
 def first_failure(failures: Mapping[int, Any]) -> int:
     """The rank that failed first: torchrun ends the others, and counts them among the failed."""
 
+    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
+    has_reported = any(one.exitcode > EXIT_LOST_RANK and one.exitcode not in ended for one in failures.values())
+
     def order(rank: int) -> tuple[bool, bool, bool, int, int]:
         failure = failures[rank]
-        ended = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        # A rank that lost another ends with status 1, of which torchrun may hear in the same moment.
-        return ended, failure.exitcode == EXIT_LOST_RANK, failure.exitcode >= 0, failure.timestamp, rank
+        # A rank that lost another ends with status 1, of which torchrun may hear in the same moment; on GPUs NCCL aborts it.
+        lost = failure.exitcode == EXIT_LOST_RANK or (failure.exitcode == -signal.SIGABRT and has_reported)
+        return failure.exitcode in ended, lost, failure.exitcode >= 0, failure.timestamp, rank
 
     return min(failures, key=order)
 
@@ -206,6 +216,8 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
             (launch_folder(launcher) / FAILURE).unlink(missing_ok=True)
         why = _why_killed(kills) if -code == signal.SIGKILL else ""
         ended = f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
+        if -code == signal.SIGABRT and (waited := _why_nccl_aborted(rank, run)):
+            ended = f"lost the other ranks: {waited}. {lost_ranks_remedy(run.recipe().train.ddp_timeout if run else None, run)}"
         show_first(failure_text(rank, ended), launcher)
     elif code == EXIT_LOST_RANK and shown_failure(launcher=launcher) is None:
         log = f" Its log: {run.path / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
@@ -218,6 +230,25 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
             print(f"{run.next_start}.", file=sys.stderr)
     # Any other status would be the same again: a mistake of the user's, a gate.
     return (code if code > 0 else EXIT_LOST_RANK), code < 0 or code == EXIT_LOST_RANK
+
+
+def _why_nccl_aborted(rank: int, run: Run | None) -> str | None:
+    """Why NCCL's watchdog, a thread of torch's, has ended a rank of this node; None where it has not.
+
+    It says so on standard error, which of all ranks but rank 0 is a file, and writes the flight recorder's first.
+    """
+    log = (run.path / "logs" if run else launch_folder(os.getpid())) / f"rank-{rank}.log"
+    with suppress(OSError):
+        last_start = log.read_text(errors="replace").rpartition(f"] rank {rank} on ")[2]
+        if waited := _NCCL_WAITED.search(last_start):
+            return f"NCCL waited {int(waited[3]) / 1000:.0f} s for {waited[2]}, number {waited[1]} of its collectives"
+        if ended := _NCCL_ENDED.search(last_start):
+            return f"NCCL's watchdog ended it ({ended[1].strip()[:200]})"
+    record = Path(os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(log.with_name("flight-recorder-"))) + str(rank))
+    with suppress(OSError):
+        if record.stat().st_mtime >= psutil.Process().create_time():
+            return f"NCCL's watchdog ended it, because a collective failed or took too long ({record})"
+    return None
 
 
 def _run() -> Run | None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,23 +30,33 @@ def is_traced(attention: str, on_gpu: bool) -> bool:
     look at the data, such as where documents end. Under checkpointing such a call in the middle keeps the whole layer from being
     compiled, silently; then the parts of the layer are compiled one by one.
     """
-    return attention in ("sdpa", "eager") or (attention == VARLEN and on_gpu and torch.__version__ >= "2.13")
+    return attention in ("sdpa", "eager") or (attention.startswith(VARLEN) and on_gpu and torch.__version__ >= "2.13")
 
 
 def check_compiler(job: Job) -> None:
-    """Refuse model.compile where nothing could compile what torch generates.
+    """Refuse what is compiled on this machine where that cannot be: model.compile, and on a GPU Liger's kernels, by Triton.
 
     Raises:
-        PlanError: There is no compiler.
+        PlanError: There is no compiler, or no Python.h, which Triton's launchers include.
     """
-    if not job.plan.compile.value:
+    compiles, on_gpu = job.plan.compile.value, job.hardware.gpu is not None
+    if not compiles and not (on_gpu and job.plan.kernels.value == "liger"):
         return
+    what, instead = (
+        ("model.compile=true", "model.compile=false") if compiles else ("Liger's kernels", "model.kernels=none")
+    )
     # What torch calls for a CPU, and Triton for a GPU.
-    names = [os.environ.get("CXX", "g++")] if job.hardware.gpu is None else [os.environ.get("CC", "gcc"), "clang"]
+    names = [os.environ.get("CC", "gcc"), "clang"] if on_gpu else [os.environ.get("CXX", "g++")]
     if not any(map(shutil.which, names)):
         raise PlanError(
-            f"model.compile=true, and there is no {' or '.join(names)} on PATH, which torch.compile needs. Install it, or set "
-            "model.compile=false."
+            f"{what}: there is no {' or '.join(names)} on PATH, which {'Triton' if on_gpu else 'torch.compile'} needs. Install it "
+            f"(apt-get install build-essential), or set {instead}."
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if on_gpu and not header.is_file():
+        raise PlanError(
+            f"{what}: there is no {header}, with which Triton compiles. Install Python's headers (apt-get install python3-dev, or a Python "
+            f"of uv's), or set {instead}."
         )
 
 

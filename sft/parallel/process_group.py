@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
@@ -57,18 +58,23 @@ def settle_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
-    """Make the libraries log and compare more. Keeps what the user has set."""
+def nccl_log(folder: Path, number: int) -> Path:
+    """Where NCCL logs until the run is known; it begins with the process group."""
+    return folder / f".nccl-{number}-{os.getpid()}.log"
+
+
+def set_debug_environment(ddp: bool, uses_gpu: bool, folder: Path) -> None:
+    """Make the libraries log and compare more; `folder` is that of the recipe's runs. Keeps what the user has set."""
     values = {
         # torch compares each collective between the ranks before it starts, and names the rank of one that differs. On CPU ranks its DDP
         # crashes then (SIGSEGV: it takes the comparing group for gloo's own).
         "TORCH_DISTRIBUTED_DEBUG": "INFO" if ddp and not uses_gpu else "DETAIL",
         "TORCH_SHOW_CPP_STACKTRACES": "1",
         "NCCL_DEBUG": "INFO",
-        # The flight recorder: the last collectives of each rank, written when one takes longer than the group's timeout.
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
+    if uses_gpu:
+        folder.mkdir(parents=True, exist_ok=True)
+        values["NCCL_DEBUG_FILE"] = str(nccl_log(folder, rank()))
     for name, value in values.items():
         os.environ.setdefault(name, value)
     if "torch" in sys.modules:  # it reads the level when it is imported, and the plan may have done that
@@ -88,7 +94,11 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
         del os.environ[name]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    if not uses_gpu:
+    if uses_gpu:
+        # The flight recorder: the last collectives of each rank, written when one takes longer than the group's timeout.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    else:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if deepspeed:
         lines = prepare_builds(needed=not uses_gpu)  # on CPU ranks it reduces by an operation of its own
@@ -217,7 +227,9 @@ def join_group(deepspeed: bool, uses_gpu: bool, timeout: int, offloads: bool = F
         # transformers would do this too late: ZeRO-3 asks for the number of ranks while the model loads.
         engine.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     else:
-        torch.distributed.init_process_group(backend, timeout=limit)
+        # With its device, NCCL connects now, and a rank whose GPU cannot fails here and not in step 1.
+        device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else None
+        torch.distributed.init_process_group(backend, timeout=limit, device_id=device)
 
 
 def _use_reachable_interface() -> None:
@@ -400,12 +412,18 @@ def reporting_lost_ranks(
         if not is_lost(error):
             raise
         phrase = doing if isinstance(doing, str) else doing()
-        remedy = run.next_start if run else "The same command starts it again"
         reason = str(error).strip().splitlines()[0].rsplit("] ", maxsplit=1)[-1]
         known = late()
-        message = (
-            f"Rank {rank()} on {socket.gethostname()} lost the other ranks while {phrase}: {reason}. A process or a machine has ended, "
-            f"hangs, or cannot be reached; a rank waits train.ddp_timeout={recipe.train.ddp_timeout} s. Check the output of the other "
-            f"machines and the network between them. {remedy}."
-        )
+        lost = f"lost the other ranks while {phrase}: {reason}. {lost_ranks_remedy(recipe.train.ddp_timeout, run)}"
+        message = f"Rank {rank()} on {socket.gethostname()} {lost}"
         raise LostRank(f"{message}\n{known}" if known else message, bool(known)) from error
+
+
+def lost_ranks_remedy(timeout: int | None, run: Run | None) -> str:
+    """What may have happened to the other ranks, and what to do, in sentences; `timeout` is in seconds, None where it is not known."""
+    remedy = run.next_start if run else "The same command starts it again"
+    waits = f"train.ddp_timeout={timeout} s" if timeout is not None else "as long as train.ddp_timeout says"
+    return (
+        f"A process or a machine has ended, hangs, or cannot be reached; a rank waits {waits}. Check the output of the other machines and "
+        f"the network between them. {remedy}."
+    )

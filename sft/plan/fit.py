@@ -302,7 +302,7 @@ def _cost(base: Case, case: Case, hardware: Hardware) -> str:
 
 
 def _sent(case: Case) -> float:
-    """Bytes that a rank sends or receives in a step: docs/multi-gpu.md has the table."""
+    """Bytes that a rank sends or receives in a step, as order_of_engines (sft/plan/engine.py) counts them."""
     micro, parameters = case.plan.gradient_accumulation_steps.value, case.model.parameters or 0
     width = 4 if case.plan.precision.value == "fp32" else 2
     trained = case.adapter_parameters or parameters
@@ -313,7 +313,7 @@ def _sent(case: Case) -> float:
         return micro * width * (2 * parameters + trained)
     if stage == 0:
         return 8.0 * trained
-    return width * trained * (2 if stage == 1 else micro + 1)
+    return width * trained * (3 if stage == 1 else micro + 1)
 
 
 def describe(found: Proposal) -> str:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
+from warnings import catch_warnings
 
 import torch
 from accelerate import ParallelismConfig
@@ -113,8 +114,14 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         # The loss is divided by the target tokens of the whole step, over all ranks.
         "average_tokens_across_devices": True,
+        # Batches are in pinned memory there: the host need not wait for what it has queued on the GPU before.
+        "accelerator_config": _copies(job),
         **_sharding_arguments(job),
     }
+
+
+def _copies(job: Job) -> dict[str, Any]:
+    return {"non_blocking": job.hardware.gpu is not None}
 
 
 def _deepspeed(job: Job) -> dict[str, Any] | None:
@@ -130,7 +137,9 @@ def _sharding_arguments(job: Job) -> dict[str, Any]:
         return {}
     copies, shards = mesh_shape(job.fsdp, job.hardware)
     # Otherwise each rank would hold the gradients of all weights until the last micro-batch of the step.
-    reduced: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    reduced: dict[str, Any] = {
+        "accelerator_config": _copies(job) | {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    }
     if copies > 1:
         reduced["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
     return {"fsdp": True, "fsdp_config": plugin_arguments(job.fsdp), **reduced}
@@ -215,7 +224,8 @@ def _refused_by_configuration(extra: dict[str, Any], on_cpu: bool) -> list[str]:
     # tf32 is refused by what this machine has, and the plan may be for another.
     given = {name: value for name, value in extra.items() if name != "tf32"}
     try:
-        _WithoutDevice(**{"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given)
+        with catch_warnings(action="ignore"):  # of what the plan decides
+            _WithoutDevice(**{"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given)
     except (TypeError, ValueError) as error:
         return [str(error)]
     return []

@@ -52,7 +52,7 @@ def train(
         UserError: Something else would run than was planned, or the model could not be trained or saved.
     """
     recipe = job.recipe
-    if recipe.debug:
+    if job.hardware.gpu is not None:
         name_debug_files(run, distributed.rank())
     sequences = training_sequences(job, prepared, tokenizer)
     arguments = training_arguments(job, run)

@@ -23,6 +23,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import terminal
 from sft.errors import EXIT_CRASHED
+from sft.parallel.process_group import nccl_log
 from sft.run.directory import Run
 from sft.signals import on_signal
 
@@ -190,9 +191,14 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
 
 
 def name_debug_files(run: Run, rank: int) -> None:
-    """Set where NCCL and torch's flight recorder write, before NCCL starts with the first collective on a GPU."""
+    """Set where torch's flight recorder writes, and put NCCL's log into the run's folder: it may have begun with the process group."""
     folder = run.path / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / f"rank-{rank}.nccl.log"))
-    # torch appends the rank.
+    # torch appends the rank, and reads it when it writes.
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "flight-recorder-"))
+    begun = nccl_log(run.path.parent, rank)
+    if os.environ.get("NCCL_DEBUG_FILE") == str(begun):
+        log = folder / f"rank-{rank}.nccl.log"
+        os.environ["NCCL_DEBUG_FILE"] = str(log)
+        with suppress(FileNotFoundError):  # NCCL has not begun; what it has open follows the file
+            begun.rename(log)

@@ -67,10 +67,27 @@ def run_out_of_memory() -> None:
     )
 
 
+NCCL = "[rank1]:[E1122 19:30:11.426415540 ProcessGroupNCCL.cpp:689] [Rank 1] "
+WORK = "WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=563200, NumelOut=563200, Timeout(ms)=600000) ran for 600081 milliseconds"
+TIMED_OUT = f"Watchdog caught collective operation timeout: {WORK} before timing out."
+
+
+def be_aborted_by_nccl() -> None:
+    """As torch's watchdog thread ends a rank on a GPU."""
+    print(
+        f"{NCCL}{TIMED_OUT}\n{NCCL}To avoid data inconsistency, we are taking the entire process down.", file=sys.stderr
+    )
+    print("terminate called after throwing an instance of 'c10::DistBackendError'", file=sys.stderr)
+    what = f"[PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with exception: [Rank 1] {TIMED_OUT}"
+    print(f"  what():  {what}", file=sys.stderr, flush=True)
+    os.abort()
+
+
 ACTIONS = {
     "raise": fail,
     "mistake": make_a_mistake,
     "out of memory": run_out_of_memory,
+    "NCCL": be_aborted_by_nccl,
     "hang": hang_in_python,
     "hang in C": hang_in_c,
     "signals": be_signalled_twice,

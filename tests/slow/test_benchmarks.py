@@ -129,9 +129,9 @@ def test_planned_memory_is_compared_without_the_reserve(monkeypatch: pytest.Monk
     from gpu_parts import allocated
 
     estimate = MemoryEstimate({"weights": 5.5 * GIB, "activations": 68.5 * GIB, "reserve": 5.5 * GIB}, 0.0)
-    words = estimate.words(Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 200.0))
-    assert allocated({"value": estimate.gpu_bytes / GIB, "reason": f"WARNING: {words}. Or so."}) == pytest.approx(74.0)
-    assert allocated({"value": None, "reason": "on a CPU nothing is counted"}) is None
+    sizes = estimate.as_json(Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 200.0))
+    assert allocated({"memory": sizes}) == pytest.approx(74.0)
+    assert allocated({"memory": None}) is None
 
 
 def test_a_profile_counts_time_in_which_any_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

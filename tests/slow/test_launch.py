@@ -95,6 +95,16 @@ def test_a_mistake_is_not_tried_again(recipe: Path, command: Command) -> None:
     assert "Traceback" not in printed.stderr
 
 
+def test_a_rank_that_nccls_watchdog_has_aborted_is_one_message_and_restarts(recipe: Path, command: Command) -> None:
+    fault = {"AT": "after step 3", "DO": "NCCL", "ON": "1", "STARTS": "1"}
+    printed = command([*launcher_of(1, ranks=2), recipe, "train.ddp_timeout=60"], PYTHONPATH=str(REPOSITORY), **fault)
+    said = r"\nRank 1 on \S+ lost the other ranks: NCCL waited 600 s for ALLREDUCE, number 41 .*train\.ddp_timeout=60 s"
+    assert len(re.findall(said, printed.stderr)) == 1, printed.stderr
+    assert "The same command resumes from checkpoint-2." in printed.stderr
+    assert "SIGABRT" not in printed.stderr and "Traceback" not in printed.stderr
+    assert steps(latest(recipe)) == list(range(1, 7))
+
+
 def test_one_process_trains_in_the_process_that_planned(recipe: Path, start: Start) -> None:
     job = start([*LAUNCH, recipe, "train.max_steps=100000"], NPROC="1")
     until(lambda: lines_of(latest(recipe)) >= 2, job)

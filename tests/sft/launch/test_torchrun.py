@@ -3,11 +3,13 @@
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from sft.launch.topology import Topology
-from sft.launch.torchrun import _report_failures, first_failure, torchrun_arguments
+from sft.launch.torchrun import _report_failures, _why_nccl_aborted, first_failure, torchrun_arguments
+from sft.run.directory import Run
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
@@ -26,6 +28,11 @@ class Failed:
         ({0: Failed(-15), 2: Failed(7)}, 2),
         ({0: Failed(1), 1: Failed(2)}, 1),  # rank 0 has lost rank 1, which had a mistake to report
         ({0: Failed(1), 1: Failed(-11)}, 1),
+        (
+            {0: Failed(-6), 1: Failed(2)},
+            1,
+        ),  # NCCL aborted rank 0, which waited for rank 1's mistake, such as a GPU without memory
+        ({0: Failed(1), 1: Failed(-6)}, 1),
         ({0: Failed(7, 6), 1: Failed(7, 5)}, 1),
         ({0: Failed(-9, 36), 1: Failed(-9, 5)}, 1),  # torchrun has killed rank 0, which waited for rank 1
     ],
@@ -61,3 +68,19 @@ def test_torchrun_understands_what_it_is_called_with() -> None:
     assert understood.module
     assert (understood.training_script, understood.training_script_args) == ("sft.train", ["a.yaml", "train.seed=1"])
     assert "MASTER_PORT" not in os.environ
+
+
+def test_a_rank_that_nccl_has_aborted_is_known_by_what_it_printed_in_its_last_start_or_by_the_flight_recorder(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path / "run")
+    (run.path / "logs").mkdir(parents=True)
+    log = run.path / "logs" / "rank-1.log"
+    start = "[2026-11-22T19:00:00+0000] rank 1 on host, process 7: sft.train\n"
+    thrown = "what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: NCCL error: remote process exited\n"
+    log.write_text(start + thrown)
+    assert "(NCCL error: remote process exited)" in str(_why_nccl_aborted(1, run))
+    log.write_text(start + thrown + start)
+    assert _why_nccl_aborted(1, run) is None
+    (run.path / "logs" / "flight-recorder-0").touch()
+    assert "flight-recorder-0" in str(_why_nccl_aborted(0, run))

@@ -1,3 +1,5 @@
+import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,3 +64,16 @@ def test_a_machine_without_a_compiler_is_told_before_the_weights_load(
     check_compiler(open_job(recipe_file, [f"output_dir={outputs}"], CPU))
     with pytest.raises(PlanError, match="there is no no-such-compiler on PATH"):
         check_compiler(open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU))
+    # On a GPU Triton compiles Liger's kernels too, with a header of Python's.
+    monkeypatch.setenv("CC", sys.executable)
+    liger = [f"output_dir={outputs}", "model.kernels=liger"]
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(outputs))
+    with pytest.raises(PlanError, match=r"Liger's kernels: there is no \S+Python\.h.*model\.kernels=none"):
+        check_compiler(open_job(recipe_file, liger, GPU))
+    outputs.mkdir(exist_ok=True)
+    (outputs / "Python.h").touch()
+    check_compiler(open_job(recipe_file, liger, GPU))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(PlanError, match=r"Liger's kernels: there is no no-such-compiler or clang on PATH"):
+        check_compiler(open_job(recipe_file, liger, GPU))
