@@ -135,4 +135,5 @@ def _write(file: Path, recipe: Path, overrides: Sequence[str], chosen: Proposal)
     except BaseException:
         file.unlink()
         raise
-    print(f"{file}: {recipe} with {join([*overrides, *chosen.overrides])}. Read its comments, which are as they were.")
+    last = {word.partition("=")[0]: word for word in [*overrides, *chosen.overrides]}
+    print(f"{file}: {recipe} with {join(last.values())}. Its comments are as they were: read them.")

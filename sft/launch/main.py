@@ -128,6 +128,8 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
 
 def check_trainer_arguments(job: Job) -> None:
     """Refuse trainer_args, callbacks, adapters and frozen parameters as a start does (UserError); imports no trainer without them."""
+    import sft.model  # noqa: F401 (it silences bitsandbytes, which the trainer imports)
+
     if job.recipe.train.callbacks:
         from sft.train.hooks import own_callbacks
 

@@ -19,7 +19,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from sft.errors import ModelError
+
 NAME = "varlen"
+SWITCHED = {"varlen_fa3": "FA3", "varlen_fa4": "FA4"}
+"""Names of the same function on another FlashAttention, as torch calls it."""
 
 IN_ONE_KERNEL = {"cuda": (torch.bfloat16, torch.float16)}
 """Where torch's kernel runs: kinds of devices, with the dtypes of each."""
@@ -29,10 +33,28 @@ _KERNEL: Any = varlen_attn
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def register() -> None:
-    """Make `varlen` known to transformers; again does nothing."""
-    AttentionInterface.register(NAME, document_attention)
-    AttentionMaskInterface.register(NAME, document_mask)
+def register(name: str = NAME) -> None:
+    """Make a name of this function known to transformers, and switch torch to the FlashAttention that it stands for.
+
+    Raises:
+        ModelError: Torch cannot switch to it.
+    """
+    AttentionInterface.register(name, document_attention)
+    AttentionMaskInterface.register(name, document_mask)
+    if name in SWITCHED:
+        try:
+            torch.nn.attention.activate_flash_attention_impl(SWITCHED[name])
+        except Exception as error:  # whatever the package does when it is imported
+            raise ModelError(
+                f"model.attn_implementation={name}: torch cannot switch to FlashAttention-{name[-1]} ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}). Set it to {NAME}."
+            ) from None
+
+
+def running_switch() -> str | None:
+    """Which FlashAttention torch runs instead of its own: FA3, FA4, or None. Older torch cannot switch."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current() if current else None
 
 
 def document_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ def is_traced(attention: str, on_gpu: bool) -> bool:
     look at the data, such as where documents end. Under checkpointing such a call in the middle keeps the whole layer from being
     compiled, silently; then the parts of the layer are compiled one by one.
     """
-    return attention in ("sdpa", "eager") or (attention == VARLEN and on_gpu and torch.__version__ >= "2.13")
+    return attention in ("sdpa", "eager") or (attention.startswith(VARLEN) and on_gpu and torch.__version__ >= "2.13")
 
 
 def check_compiler(job: Job) -> None:

@@ -143,8 +143,8 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     Raises:
         ModelError: It cannot be loaded, or the tokenizer is not its own.
     """
-    if job.plan.attention.value == attention.NAME:
-        attention.register()
+    if job.plan.attention.value.startswith(attention.NAME):
+        attention.register(job.plan.attention.value)
     on_rank_0 = is_loaded_on_rank_0(job)
     loading: AbstractContextManager[dict[str, str]] = _others_stay_empty() if on_rank_0 else nullcontext({})
     with loading as empty:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,6 @@ from sft.model.weight_checks import DTYPES
 from sft.plan.job import Job
 from sft.plan.precision import quant_storage
 from sft.recipe.schema import Model
-
-# On a CPU bitsandbytes warns about a kernel that is not used here when peft imports it, and at each call of an int8 layer about its dtype.
-for _module in ("backends.cpu.ops", "autograd._functions"):
-    logging.getLogger(f"bitsandbytes.{_module}").setLevel(logging.ERROR)
 
 LAYERS = ("Linear4bit", "Linear8bitLt")
 _SAYS_QUANTIZED = ("is_loaded_in_4bit", "is_loaded_in_8bit")

@@ -48,6 +48,9 @@ class Hardware:
     has_flash_attention: bool = False
     has_flash_attention_3: bool = False
     """flash-attn 3 for Hopper, a package of its own."""
+    has_varlen_fa3: bool = False
+    has_varlen_fa4: bool = False
+    """The package is installed, and torch can switch its own FlashAttention to it."""
     has_bitsandbytes: bool = True
     """Of a machine that is not here it is assumed."""
     cpu_memory_assumed: bool = False
@@ -254,6 +257,12 @@ def _is_installed(module: str, distribution: str) -> bool:
     return find_spec(module) is not None
 
 
+def _torch_switches_to(name: str) -> bool:
+    """By the file of torch that does: importing it takes seconds."""
+    torch = find_spec("torch")
+    return torch is not None and (Path(str(torch.origin)).parent / "nn" / "attention" / f"_{name}.py").is_file()
+
+
 def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
     """This machine, for a job of so many processes. Raises PlanError if more processes than GPUs were requested."""
     gpus = visible_gpus()
@@ -261,6 +270,7 @@ def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
         raise PlanError(
             f"{ranks_per_node} processes were asked for on a machine with {len(gpus)} visible GPUs. Start at most one for each GPU."
         )
+    has_3 = _is_installed("flash_attn_interface", "flash-attn-3")
     return Hardware(
         gpu=min(gpus, key=lambda gpu: gpu.memory_gib) if gpus else None,
         ranks=ranks,
@@ -268,7 +278,9 @@ def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
         cpu_cores=cpu_cores(),
         cpu_memory_gib=cpu_memory_gib(),
         has_flash_attention=_is_installed("flash_attn", "flash-attn"),
-        has_flash_attention_3=_is_installed("flash_attn_interface", "flash-attn-3"),
+        has_flash_attention_3=has_3,
+        has_varlen_fa3=has_3 and _torch_switches_to("fa3"),
+        has_varlen_fa4=_is_installed("flash_attn", "flash-attn-4") and _torch_switches_to("fa4"),
         has_bitsandbytes=find_spec("bitsandbytes") is not None,
     )
 

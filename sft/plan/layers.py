@@ -38,7 +38,7 @@ def resolve_attention(
         )
     problems = _attention_problems(hardware, precision, known, models)
     if wanted == "auto":
-        tried = [name for name in problems if packing or name != "varlen"]
+        tried = [name for name in problems if packing or not name.startswith("varlen")]
         name = next(name for name in tried if problems[name] is None)
         chosen = Decision(name, f"auto: {_attention_reason(name, hardware, packing, problems)}")
     elif problem := problems[wanted]:
@@ -77,11 +77,20 @@ def _attention_problems(hardware: Hardware, precision: str, known: Architecture,
     missing = (not hardware.has_flash_attention, "the flash-attn package is not installed")
     missing_3 = (not hardware.has_flash_attention_3, "the flash-attn 3 package is not installed")
     hopper = (not 9.0 <= capability < 10.0, f"{this} is not a Hopper, the only kind it runs on")
+    blackwell = (not 10.0 <= capability < 11.0, f"{this} is not a B200 or its kind, on which it is taken")
+    wide = (
+        known.head_dim is not None and known.head_dim > 128,
+        f"FlashAttention-4 is taken for heads up to 128, not {known.head_dim}",
+    )
+    inside = "it needs the flash-attn {} package, and a torch that can switch to it"
     flash = [fp32, too_old, no_flash, sinks, mask_only, heads]
+    varlen = [softcap, sinks, no_interface, mask_only, dropout, too_old, fp32, heads]
     rows = {
+        "varlen_fa4": [no_gpu, (not hardware.has_varlen_fa4, inside.format(4)), blackwell, wide, *varlen],
+        "varlen_fa3": [no_gpu, (not hardware.has_varlen_fa3, inside.format(3)), hopper, *varlen],
         "flash_attention_3": [no_gpu, missing_3, hopper, *flash, dropout],
         "flash_attention_2": [no_gpu, missing, *flash],
-        "varlen": [softcap, sinks, no_interface, mask_only, dropout, too_old, fp32, heads],
+        "varlen": varlen,
         "sdpa": [softcap, sinks, no_sdpa],
         "eager": [],
     }
@@ -92,6 +101,8 @@ def _attention_reason(name: str, hardware: Hardware, packing: bool, problems: di
     apart = "packed documents stay apart by their boundaries" if packing else "no packing"
     if name in _NAMES:
         return f"{_NAMES[name]} is installed; {apart}"
+    if name.startswith("varlen_"):
+        return f"FlashAttention-{name[-1]} inside torch, from its package; {apart}"
     if name == "varlen":
         return f"{'FlashAttention inside torch' if hardware.gpu else 'sdpa, document by document'}; {apart}"
     masked = "; packed documents stay apart by a block mask" if packing else ""

@@ -291,7 +291,7 @@ def _lost_masks(case: Case, key: str) -> Iterator[str]:
     """What a mask says is lost: each rank makes one for its own tokens, and it is thrown away."""
     known, packed, attention = case.model.architecture, case.recipe.data.packing, case.plan.attention.value
     models, window = f"models of type {case.model.model_type or 'this kind'}", case.model.sliding_window
-    boundaries = attention.startswith("flash_attention") or (packed and attention == "varlen")
+    boundaries = attention.startswith("flash_attention") or (packed and attention.startswith("varlen"))
     lost = "which the ranks do not exchange"
     if known is not None and (known.recurrent or known.mask_only or not known.has_interface):
         why = "carry a state from token to token" if known.recurrent else "attend by more than transformers' interface"

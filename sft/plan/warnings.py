@@ -33,8 +33,8 @@ def plan_warnings(
         )
     if plan.precision.value == "fp16" and model.dtype == "bfloat16":
         warnings.append(
-            f"fp16 is computed in, since this GPU has no bf16, and {recipe.model.name_or_path} was trained in bfloat16, whose values can "
-            "overflow fp16. A forward pass before step 1 and every loss are checked to be finite; where one is not, set "
+            f"Training computes in fp16, since this GPU has no bf16, and {recipe.model.name_or_path} was trained in bfloat16, whose values "
+            "can overflow fp16. A forward pass before step 1 and every loss are checked to be finite; where one is not, set "
             "train.precision=fp32."
         )
     if hardware.gpu is None and parameters > CPU_PARAMETERS:

@@ -100,9 +100,13 @@ class Model(Section):
     """Run the Python code that the model ships. A hub model then needs its full commit hash as `revision`; docs/security.md."""
 
     attn_implementation: Annotated[
-        Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"], _ROUNDING
+        Literal[
+            "auto", "varlen", "varlen_fa3", "varlen_fa4", "sdpa", "eager", "flash_attention_2", "flash_attention_3"
+        ],
+        _ROUNDING,
     ] = "auto"
-    """Attention function. `varlen`: attends within each packed document; needs nothing installed. `auto`: flash-attn if it is installed
+    """Attention function. `varlen`: attends within each packed document; needs nothing installed. `varlen_fa3`, `varlen_fa4`: the same,
+    with the FlashAttention of that package. `auto`: flash-attn if it is installed
     and runs, else varlen, else sdpa with a mask over the whole pack; the plan gives the reason."""
 
     kernels: Annotated[Literal["auto", "liger", "none"], _ROUNDING] = "auto"

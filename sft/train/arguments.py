@@ -6,6 +6,7 @@ from dataclasses import fields
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
+from warnings import catch_warnings
 
 import torch
 from accelerate import ParallelismConfig
@@ -215,7 +216,8 @@ def _refused_by_configuration(extra: dict[str, Any], on_cpu: bool) -> list[str]:
     # tf32 is refused by what this machine has, and the plan may be for another.
     given = {name: value for name, value in extra.items() if name != "tf32"}
     try:
-        _WithoutDevice(**{"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given)
+        with catch_warnings(action="ignore"):  # of what the plan decides
+            _WithoutDevice(**{"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given)
     except (TypeError, ValueError) as error:
         return [str(error)]
     return []

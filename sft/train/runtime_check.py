@@ -15,6 +15,7 @@ from trl import SFTTrainer
 
 from sft.errors import PlanError
 from sft.model.adapters import differing_adapters
+from sft.model.attention import SWITCHED, running_switch
 from sft.model.compiled_layers import are_compiled
 from sft.model.frozen import frozen_names
 from sft.model.gradient_checkpointing import planned_checkpointing, running_checkpointing
@@ -176,6 +177,9 @@ def offloaded(zero: Any) -> str:
 def _of_model(trainer: Any, job: Job, engine: Any, probe: Probe | None) -> Iterator[Reading]:
     plan, model = job.plan, trainer.model
     yield _attention(trainer, plan.attention.value, probe)
+    switch = SWITCHED.get(plan.attention.value), running_switch()
+    if any(switch):
+        yield Reading.equal("flash_attention", *(name or "torch's own" for name in switch))
     yield _kernels(model, plan.kernels.value)
     yield Reading.equal("precision", plan.precision.value, _precision(trainer, engine))
     yield from _weights(trainer, job)

@@ -74,6 +74,13 @@ def test_zero2_and_zero3_and_no_zero_are_one_training_in_bf16(train: Callable[..
     assert found["zero2"] == pytest.approx(losses(train())[:20], rel=2e-2)
 
 
+def test_compiled_layers_with_attention_inside_learn_as_plain_ones_do(train: Callable[..., Run]) -> None:
+    compiled, plain = train(FAST, "model.compile=true"), train(*PLAIN)
+    running = compiled.record["running"]
+    assert (running["compile"], running["kernels"]) == ("on", "none")
+    assert losses(compiled)[:20] == pytest.approx(losses(plain)[:20], rel=0.05)
+
+
 @pytest.mark.parametrize("deepspeed", ["zero2", "zero3"])
 def test_zero_on_one_gpu_trains_as_no_zero_does(deepspeed: str, train: Callable[..., Run]) -> None:
     alone, sharded = train(*PLAIN), train(*PLAIN, f"train.deepspeed={deepspeed}")

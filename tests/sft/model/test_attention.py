@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from sft.errors import ModelError
 from sft.model import attention
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
@@ -268,3 +271,30 @@ def test_no_mask_is_made_for_a_row_without_padding_whatever_the_window(monkeypat
         alone = model(input_ids=longest[None], use_cache=False).logits
     for found in (packed, bare):
         assert float((found - alone).norm() / alone.norm()) < 1e-5
+
+
+PACKAGE = """\
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q) -> Tensor")
+library.define("bwd(Tensor q) -> Tensor")
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.attention, "_fa3"), reason="this torch cannot switch to FlashAttention-3")
+def test_torch_switches_to_the_flash_attention_that_the_name_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own function, with a package that has the operators' names and computes nothing."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match=r"varlen_fa3: .*FlashAttention-3 .ModuleNotFoundError.*Set it to varlen\."):
+        attention.register("varlen_fa3")
+    assert attention.running_switch() is None
+    (tmp_path / "flash_attn_interface.py").write_text(PACKAGE)
+    importlib.invalidate_caches()
+    try:
+        attention.register("varlen_fa3")
+        assert attention.running_switch() == "FA3"
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    assert attention.running_switch() is None

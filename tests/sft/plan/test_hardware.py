@@ -1,5 +1,6 @@
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pynvml
@@ -209,3 +210,24 @@ def test_a_container_has_what_its_control_groups_leave_it(
     monkeypatch.setattr("sft.plan.hardware._OWN_CGROUP", tmp_path / "own")
     assert (cpu_cores(), cpu_memory_gib()) == (cores, memory or 64)
     assert worker_count() == max(1, min(cores, 2 * ((memory or 64) - 1)))
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "found"),
+    [
+        ("flash_attn_3", "flash_attn_interface.py", {"has_flash_attention_3", "has_varlen_fa3"}),
+        ("flash_attn_4", "flash_attn/cute/interface.py", {"has_varlen_fa4"}),
+        ("flash_attn", "flash_attn/__init__.py", {"has_flash_attention"}),
+    ],
+)
+def test_flash_attention_is_known_by_its_package(
+    package: str, module: str, found: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / module).touch()
+    facts = tmp_path / f"{package}-1.0.dist-info" / "METADATA"
+    facts.parent.mkdir()
+    facts.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hardware = asdict(detect_hardware(1, 1))
+    assert {name for name in hardware if name.startswith(("has_flash", "has_varlen")) and hardware[name]} == found

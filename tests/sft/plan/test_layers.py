@@ -1,6 +1,7 @@
 """Which attention runs: of every kind of model, on every kind of machine, one that computes what the model means."""
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -17,6 +18,9 @@ CPU, V100, A100, H100 = cpu(), gpus(capability=7.0), gpus(capability=8.0), gpus(
 A100_FLASH, H100_FLASH = gpus(capability=8.0, flash=True), gpus(capability=9.0, flash=True, flash_3=True)
 B200_FLASH = gpus(capability=10.0, flash=True, flash_3=True)
 FA2, FA3 = "flash_attention_2", "flash_attention_3"
+H100_TORCH = replace(H100_FLASH, has_varlen_fa3=True, has_varlen_fa4=True)
+A100_TORCH, B200_TORCH = replace(A100, has_varlen_fa3=True), replace(B200_FLASH, has_varlen_fa4=True)
+HERE = "inside torch, from its package; packed documents stay apart by their boundaries"
 SDPA, EAGER = "auto or sdpa", "auto or eager"  # remedies
 
 
@@ -30,6 +34,12 @@ SDPA, EAGER = "auto or sdpa", "auto or eager"  # remedies
         (A100_FLASH, "bf16", PLAIN, FA2, "auto: flash-attn is installed"),
         (H100_FLASH, "bf16", PLAIN, FA3, "auto: flash-attn 3 is installed"),
         (B200_FLASH, "bf16", PLAIN, FA2, "flash-attn is installed"),
+        (H100_TORCH, "bf16", PLAIN, "varlen_fa3", f"auto: FlashAttention-3 {HERE}"),
+        (H100_TORCH, "fp32", PLAIN, "sdpa", "no varlen, FlashAttention does not run in fp32"),
+        (H100_TORCH, "bf16", Architecture(has_interface=False), FA3, "flash-attn 3 is installed"),
+        (B200_TORCH, "bf16", PLAIN, "varlen_fa4", f"auto: FlashAttention-4 {HERE}"),
+        (B200_TORCH, "bf16", Architecture(head_dim=256), FA2, "flash-attn is installed"),
+        (A100_TORCH, "bf16", PLAIN, "varlen", "FlashAttention inside torch"),
         (A100, "bf16", MLA, "sdpa", "no kernel for heads of 192 (values 128)"),
         (A100, "bf16", Architecture(dropout=0.1), "sdpa", "no varlen, the model's attention_dropout is 0.1"),
         (H100_FLASH, "bf16", Architecture(dropout=0.1), FA2, "flash-attn is installed"),
@@ -82,6 +92,10 @@ def test_before_a_download_an_ordinary_model_is_assumed_and_one_with_its_own_cod
         ("varlen", CPU, "fp32", Architecture(mask_only=True), "models of type odd express by a mask alone", SDPA),
         ("sdpa", CPU, "fp32", Architecture(sinks=True), "models of type odd have attention sinks", EAGER),
         (FA2, CPU, "fp32", PLAIN, "there is no GPU here", SDPA),
+        ("varlen_fa3", H100, "bf16", PLAIN, "it needs the flash-attn 3 package, and a torch that can switch to it", SDPA),
+        ("varlen_fa3", A100_TORCH, "bf16", PLAIN, "this GPU (compute capability 8.0) is not a Hopper", SDPA),
+        ("varlen_fa4", H100_TORCH, "bf16", PLAIN, "this GPU (compute capability 9.0) is not a B200", SDPA),
+        ("varlen_fa4", CPU, "fp32", PLAIN, "there is no GPU here", SDPA),
         (FA3, H100, "bf16", PLAIN, "the flash-attn 3 package is not installed", SDPA),
         (FA3, B200_FLASH, "bf16", PLAIN, "this GPU (compute capability 10.0) is not a Hopper", SDPA),
         (FA3, H100_FLASH, "bf16", Architecture(dropout=0.1), "the model's attention_dropout is 0.1", SDPA),
@@ -99,9 +113,9 @@ def test_what_does_not_run_is_refused_with_value_reason_and_remedy(
 
 def test_a_remedy_is_never_refused_itself(make_recipe: MakeRecipe) -> None:
     """Over all kinds of models and machines."""
-    machines = [CPU, V100, A100, A100_FLASH, H100_FLASH]
+    machines = [CPU, V100, A100, A100_FLASH, H100_FLASH, H100_TORCH]
     flags = [Architecture(*values, dropout=drop) for values in product([True, False], repeat=6) for drop in (0.0, 0.1)]
-    names = ("auto", "eager", "sdpa", "varlen", FA2, FA3)
+    names = ("auto", "eager", "sdpa", "varlen", "varlen_fa3", "varlen_fa4", FA2, FA3)
     recipes = {name: make_recipe(f"model.attn_implementation={name}") for name in names}
     refused = 0
     for hardware, precision, architecture, wanted in product(machines, ("fp32", "bf16"), flags, recipes):

@@ -184,6 +184,11 @@ NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, store
         (on_two_ranks("DDP"), [], TWO | {"engine": ("DDP", "one process")}),
         (on_two_ranks("FSDP"), [], TWO | {"engine": ("FSDP", "one process")}),
         (as_planned(kernels="liger"), [], {"kernels": ("liger", "none")}),
+        (
+            as_planned(attention="varlen_fa3"),
+            [],
+            {"attention": ("varlen_fa3", "varlen in 3 layers"), "flash_attention": ("FA3", "torch's own")},
+        ),
         (as_planned(compile=True), [], {"compile": ("on", "off")}),
         (as_planned(gradient_checkpointing=True), [], {"gradient_checkpointing": ("3 of 3 layers, full", "off")}),
         (as_planned(precision="bf16"), [], {"precision": ("bf16", "fp32")}),
@@ -251,6 +256,11 @@ def test_a_model_that_computes_in_another_way_is_refused(
     alter: Alter, expected: dict[str, tuple[str, str]], read: Read
 ) -> None:
     assert wrong(read(before=alter)) == expected
+
+
+def test_a_flash_attention_that_was_not_planned_is_refused(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    assert wrong(read()) == {"flash_attention": ("torch's own", "FA3")}
 
 
 def swap_kernel(trainer: Any) -> None:
