@@ -114,8 +114,14 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         # The loss is divided by the target tokens of the whole step, over all ranks.
         "average_tokens_across_devices": True,
+        # Batches are in pinned memory there: the host need not wait for what it has queued on the GPU before.
+        "accelerator_config": _copies(job),
         **_sharding_arguments(job),
     }
+
+
+def _copies(job: Job) -> dict[str, Any]:
+    return {"non_blocking": job.hardware.gpu is not None}
 
 
 def _deepspeed(job: Job) -> dict[str, Any] | None:
@@ -131,7 +137,9 @@ def _sharding_arguments(job: Job) -> dict[str, Any]:
         return {}
     copies, shards = mesh_shape(job.fsdp, job.hardware)
     # Otherwise each rank would hold the gradients of all weights until the last micro-batch of the step.
-    reduced: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    reduced: dict[str, Any] = {
+        "accelerator_config": _copies(job) | {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    }
     if copies > 1:
         reduced["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
     return {"fsdp": True, "fsdp_config": plugin_arguments(job.fsdp), **reduced}

@@ -65,6 +65,16 @@ def test_the_plan_arrives_in_the_trainers_configuration(make_job: MakeJob, tmp_p
     assert arguments.output_dir == str(tmp_path / "mine" / "first" / "checkpoints")
 
 
+def test_the_host_waits_for_no_batch_that_goes_to_a_gpu(make_job: MakeJob, tmp_path: Path) -> None:
+    machine = Hardware(Gpu("GPU", 80.0, 9.0), 2, 2, 16, 128.0)
+    for overrides, also in (
+        ((), {}),
+        (("train.fsdp={}",), {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
+    ):
+        passed = _planned_arguments(make_job(*overrides, hardware=machine), tmp_path / "recipe" / "run")
+        assert passed["accelerator_config"] == {"non_blocking": True} | also
+
+
 def schedule(job: Job, run: Path, steps: int) -> list[float]:
     arguments = _planned_arguments(job, run)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"])
