@@ -8,7 +8,6 @@ their engine is the one process, so that a small card measures the same or does 
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -211,37 +210,16 @@ def tuning(bench: Bench) -> Iterator[Row]:
 
 def profile(bench: Bench) -> Iterator[Row]:
     """Summarize the trace that train.profile writes; with checkpointing where it does not fit without."""
+    import gpu_trace
+
     words, folder = ["train.profile=true", "train.global_batch_size=1"], bench.work / "run-profile"
     try:
-        train_ours(bench, "short", folder, words, steps=12)  # docs/debugging.md: it traces three of the first nine
+        train_ours(bench, "short", folder, words, steps=12)  # docs/metrics.md: it traces three of the first nine
     except DidNotFit:
         yield {"what": "no checkpointing", "does_not_fit": True}
         folder = bench.work / "run-profile-checkpointing"
         train_ours(bench, "short", folder, [*words, *CHECKPOINTING], steps=12)
-    trace = next(folder.glob("*/[0-9]*/profile/rank0.json.gz"))
-    yield from summary(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
-
-
-def summary(events: list[dict[str, Any]]) -> Iterator[Row]:
-    """Per step: how long the GPU computes, what the host waits for, and the kernels that take most; without a GPU, the operations."""
-    events = [one for one in events if one.get("ph") == "X"]
-    steps = len({one["name"] for one in events if one["name"].startswith("ProfilerStep#")})
-    kind = "kernel" if any(one.get("cat") == "kernel" for one in events) else "cpu_op"
-    worked = sorted((one["ts"], one["dur"], one["name"]) for one in events if one.get("cat") == kind)
-    busy, end, times = 0.0, 0.0, Counter()
-    for start, length, name in worked:
-        busy += max(0.0, start + length - max(start, end))
-        end = max(end, start + length)
-        times[re.sub(r"[|`\n]", " ", name)[:80]] += length
-    span = end - worked[0][0]
-    yield {"what": "step", "milliseconds": span / steps / 1000}
-    yield {"what": "of it the GPU computes" if kind == "kernel" else "of it operations", "share": busy / span}
-    waits = [one["dur"] for one in events if one.get("cat") == "cuda_runtime" and "Synchronize" in one["name"]]
-    yield {"what": "host waits for the GPU", "times": len(waits) / steps, "milliseconds": sum(waits) / steps / 1000}
-    copies = [one["dur"] for one in events if one.get("cat") == "gpu_memcpy" and "DtoH" in one["name"]]
-    yield {"what": "copies to the host", "times": len(copies) / steps, "milliseconds": sum(copies) / steps / 1000}
-    for name, length in times.most_common(12):
-        yield {"what": f"`{name}`", "milliseconds": length / steps / 1000, "share": length / span}
+    yield from gpu_trace.rows(next(folder.glob("*/[0-9]*/profile/rank0.json.gz")))
 
 
 def bare(bench: Bench) -> Iterator[Row]:

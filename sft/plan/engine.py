@@ -15,7 +15,7 @@ from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Hardware
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
-from sft.plan.plan import Decision
+from sft.plan.plan import Decision, memory_bars
 from sft.plan.precision import resolve_precision
 from sft.recipe.schema import Recipe
 
@@ -87,10 +87,12 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
             if one != name
         )
         if name is None:
+            first, estimate = next(iter(estimates.items()))
+            bars = "\n".join(memory_bars(estimate.as_json(hardware), engine=engine_words(first, recipe, hardware)))
             what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
             raise PlanError(
                 f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, "
-                f"by arithmetic: {lacks}. {REMEDY}"
+                f"by arithmetic: {lacks}. {REMEDY}\n\n{bars}"
             )
         reason = f"{engine_words(name, recipe, hardware)} is the cheapest that fits{'; ' if lacks else ''}{lacks}"
     return Decision(None if name == "none" else name, f"auto: {reason}")

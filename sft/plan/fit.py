@@ -83,7 +83,7 @@ def fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | 
     try:
         memory = memory_of(planned(recipe, hardware, model, data))
     except PlanError as error:  # of train.parallel=auto alone: all else was refused above
-        lacks = str(error).partition("by arithmetic: ")[2].removesuffix(f". {REMEDY}")
+        lacks = str(error).partition("by arithmetic: ")[2].partition(f". {REMEDY}")[0]
         return Fit(lacks, None, tuple(_proposals(base, hardware)))
     lack = memory.lack(hardware)
     return Fit(lack and memory.words(hardware), memory, tuple(_proposals(base, hardware)) if lack else ())

@@ -86,14 +86,11 @@ class MemoryEstimate:
         return sum(self.gpu.values())
 
     def as_json(self, hardware: Hardware) -> dict[str, Any]:
-        """Bytes on each GPU by category, `peak` with the reserve among them; `machine` is of each node's memory."""
+        """Bytes on each GPU by category, `peak` with the reserve among them; `machine` is what the ranks of a node need of its memory."""
         assert hardware.gpu
         found = {name: int(size) for name, size in self.gpu.items()}
-        found |= {
-            "peak": int(self.gpu_bytes),
-            "available": int(hardware.gpu.memory_gib * GIB),
-            "machine": int(self.cpu),
-        }
+        found |= {"peak": int(self.gpu_bytes), "available": int(hardware.gpu.memory_gib * GIB)}
+        found |= {"machine": int(self.cpu), "machine_available": int(hardware.cpu_memory_gib * GIB)}
         return found | {"simulated": self.simulated, "substitutes": SUBSTITUTES if self.simulated else {}}
 
     def lack(self, hardware: Hardware) -> str | None:

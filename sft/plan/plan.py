@@ -159,7 +159,7 @@ def print_plan(plan: Plan, title: str, notes: Sequence[str] = (), every: bool = 
 _BAR = 48  # columns that stand for the memory of a GPU
 
 
-def memory_bars(sizes: Mapping[str, Any], mark: str = "█") -> list[str]:
+def memory_bars(sizes: Mapping[str, Any], mark: str = "█", engine: str = "") -> list[str]:
     """Lines with a bar for each category of a GPU's memory, each where the one before ends, and the headroom.
 
     >>> print(*memory_bars({"weights": 2**33, "activations": 2**32, "peak": 3 * 2**32, "available": 2**34}, "#"), sep="\\n")
@@ -170,7 +170,7 @@ def memory_bars(sizes: Mapping[str, Any], mark: str = "█") -> list[str]:
     """
     available, peak = sizes["available"], sizes["peak"]
     scale, end = _BAR / max(available, peak), 0.0
-    lines = ["Memory of each GPU, in GiB:"]
+    lines = [f"Memory of each GPU{f' with {engine}' if engine else ''}, in GiB:"]
     for name in ("weights", "gradients", "optimizer", "activations", "buffers", "reserve"):
         if size := sizes.get(name, 0):
             begin, end = end, end + size
@@ -179,6 +179,12 @@ def memory_bars(sizes: Mapping[str, Any], mark: str = "█") -> list[str]:
             lines.append(f"  {name:12} {bar:{_BAR}} {size / 2**30:6.1f}")
     what = "headroom" if peak <= available else "too much"
     lines.append(f"  {what:12} {'':{_BAR}} {abs(available - peak) / 2**30:6.1f} of {available / 2**30:.0f}")
+    if needed := sizes.get("machine"):
+        memory = sizes["machine_available"]
+        lack = ": too much" if needed > memory else ""
+        lines.append(
+            f"  {'machine':12} {'':{_BAR}} {needed / 2**30:6.1f} of {memory / 2**30:.0f}, of all its ranks{lack}"
+        )
     return lines
 
 

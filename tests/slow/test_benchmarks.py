@@ -136,7 +136,7 @@ def test_planned_memory_is_compared_without_the_reserve(monkeypatch: pytest.Monk
 
 def test_a_profile_counts_time_in_which_any_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    from gpu_parts import summary
+    from gpu_trace import summary
 
     def event(cat: str, name: str, ts: float, dur: float) -> dict[str, object]:
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}

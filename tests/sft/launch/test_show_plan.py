@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft import cli
-from sft.errors import ModelError, UserError
+from sft.errors import ModelError, PlanError, UserError
 from sft.hub.demo import make_demo
 
 
@@ -52,6 +52,12 @@ def test_the_json_is_the_plan_and_nothing_else(
     assert len(found["time"]["cost"]) == 2
     run(*words)  # on this machine
     assert "decisions" in json.loads(capsys.readouterr().out)
+
+
+def test_a_refused_plan_shows_the_bars_of_what_was_tried_first(recipe_file: Path, tmp_path: Path) -> None:
+    words = [recipe_file, f"output_dir={tmp_path / 'out'}", "train.parallel=auto", "data.pack_length=131072"]
+    with pytest.raises(PlanError, match=r"(?s)does not fit.*--fit.*Memory of each GPU with one process.*too much"):
+        run(*words, "train.gradient_checkpointing=false", "--on", "1x2GB")
 
 
 def test_json_prints_one_plan(recipe_file: Path) -> None:
