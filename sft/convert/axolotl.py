@@ -159,12 +159,13 @@ strict debug is_preprocess -- a switch of axolotl's own
 qat.* -- quantization-aware training is not supported: the model is trained as it is
 quantization.* -- the finished model is not quantized: what serves it can do that
 """
-_ATTENTION = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
+_ATTENTION = {"flash_attention": "auto", "sdp_attention": "sdpa", "eager_attention": "eager"}
 AXOLOTL = (
     table(
         _MODEL + _DATA + _TRAIN,
         {
             **{key: {"true": ours, "false": "auto"} for key, ours in _ATTENTION.items()},
+            "attn_implementation": model.ATTENTION,
             "excess_length_strategy": {"drop": "drop", "truncate": "truncate", "raise": "error"},
             "train_on_inputs": {"true": "all", "false": "auto"},
             "gradient_checkpointing": {"true": True, "false": False, "offload": "offload", "offload_disk": "offload"},

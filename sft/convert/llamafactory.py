@@ -118,8 +118,8 @@ LLAMA_FACTORY = (
         _OWN + _V1,
         {
             "flash_attn": {
-                "fa2": "flash_attention_2",
-                "fa3": "flash_attention_3",
+                "fa2": "auto",
+                "fa3": "auto",
                 "sdpa": "sdpa",
                 "auto": "auto",
                 "disabled": "eager",

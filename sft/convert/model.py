@@ -7,6 +7,13 @@ from pathlib import Path
 
 from sft.convert.conversion import Conversion, is_true
 
+_FLASH = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/flash-attn3")
+ATTENTION = dict.fromkeys((*_FLASH, "kernels-community/vllm-flash-attn3", "auto"), "auto") | {
+    "sdpa": "sdpa",
+    "eager": "eager",
+}
+"""auto takes flash-attn where it is installed, else FlashAttention inside torch."""
+
 OWN_TEMPLATE = "the tokenizer's own chat template is used; if it has none, set model.chat_template"
 
 

@@ -119,8 +119,9 @@ full_determinism torch_empty_cache_steps ddp_bucket_cap_mb ddp_broadcast_buffers
 router_aux_loss_coef loss_type -> train.trainer_args.*
 """
 _VALUES = {
-    "use_liger_kernel": {"true": "auto", "false": "none"}
-}  # transformers, too, leaves other model types as they are
+    "attn_implementation": model.ATTENTION,
+    "use_liger_kernel": {"true": "auto", "false": "none"},  # transformers, too, leaves other model types as they are
+}
 TRL = table(_MODEL + _DATA + _TRAIN, _VALUES) | engine.FSDP
 TRANSFORMERS = table(_MODEL + _TRAIN, _VALUES) | engine.FSDP | table("learning_rate -> train.learning_rate (5e-5)")
 

@@ -51,6 +51,9 @@ class Hardware:
     has_varlen_fa3: bool = False
     has_varlen_fa4: bool = False
     """The package is installed, and torch can switch its own FlashAttention to it."""
+    is_described: bool = False
+    """It is not here: nobody knows what is installed there."""
+
     has_bitsandbytes: bool = True
     """Of a machine that is not here it is assumed."""
     cpu_memory_assumed: bool = False
@@ -320,4 +323,6 @@ def _described_gpu(kind: str) -> Gpu | None:
 def machine(gpu: Gpu, nodes: int, gpus: int, cpu_memory_gib: float | None = None) -> Hardware:
     """A machine to do arithmetic for; without a number a node has twice the memory of its GPUs, as rented ones mostly have."""
     memory = cpu_memory_gib or 2 * gpus * gpu.memory_gib
-    return Hardware(gpu, nodes * gpus, gpus, cpu_cores(), memory, cpu_memory_assumed=cpu_memory_gib is None)
+    return Hardware(
+        gpu, nodes * gpus, gpus, cpu_cores(), memory, is_described=True, cpu_memory_assumed=cpu_memory_gib is None
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sft.errors import PlanError
 from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
@@ -36,6 +38,9 @@ def resolve_attention(
             f"data.packing=true, and {models} have recurrent layers, which carry their state from one packed document into the next. Set "
             "data.packing=false."
         )
+    described = hardware.is_described and wanted != "auto"
+    if described:  # what the recipe names is taken to be installed there
+        hardware = replace(hardware, has_flash_attention=True, has_flash_attention_3=True)
     problems = _attention_problems(hardware, precision, known, models)
     if wanted == "auto":
         tried = [name for name in problems if packing or not name.startswith("varlen")]
@@ -45,7 +50,8 @@ def resolve_attention(
         others = "auto or eager" if problems["sdpa"] else "auto or sdpa"
         raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to {others}.")
     else:
-        chosen = Decision(wanted, "the recipe")
+        assumed = f"; that {_NAMES[wanted]} is installed there is assumed" if described and wanted in _NAMES else ""
+        chosen = Decision(wanted, f"the recipe{assumed}")
     if packing and known.blind_mask and chosen.value in ("sdpa", "eager"):
         raise PlanError(
             f"data.packing=true, and the masks of {models} do not follow documents: with {chosen.value} they would see each other. Set "

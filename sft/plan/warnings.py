@@ -64,7 +64,7 @@ def _steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> Iterator[str]:
     warmup = plan.warmup_steps.value
     if steps is not None and warmup is not None and warmup >= steps:
         yield (
-            f"The warm-up is as long as the run: train.warmup_steps={warmup}, and the run has {steps} steps, so the learning "
+            f"The warm-up does not end before the run: train.warmup_steps={warmup}, and the run has {steps} steps, so the learning "
             f"rate never falls. Set train.warmup_steps to about {max(1, steps // 10)}."
         )
     if steps is not None and every is not None and every > steps:

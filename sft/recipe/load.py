@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe.other_tools import other_tool
-from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section
+from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section, Source
 from sft.recipe.section import sections_in
 
 _REMOVED_FINDINGS = {"answer_in_question", "repeated_system", "base64", "carriage_return", "held_out_near"}
@@ -270,6 +270,8 @@ def _hint(path: list[str]) -> str:
             if name in section.model_fields
         ]
         hint = did_you_mean(name, known) or (f"; it belongs to `{homes[0]}`" if homes else "")
+        if parents == ["data"] and name in Source.model_fields:
+            hint = f"; it belongs to a source: `train: [{{path: ..., {name}: ...}}]`"
     return hint if name.isascii() else f"{hint} (as written it is {name!a}, which only looks alike)"
 
 
@@ -278,6 +280,8 @@ def _wrong_value(problem: Any, where: str) -> str:
     shown = json.dumps(value, default=str)
     text = f"{message[0].lower()}{message[1:]}, got {shown if len(shown) < 80 else shown[:77] + '...'}"
     text = text.replace("input should be", "must be").replace("a valid array", "a list")
+    if where in ("data.train", "data.held_out") and isinstance(value, dict):
+        text += "; one source is a list, too: [{path: ...}]"
     inner = {"model": "name_or_path"}.get(where, "path" if where.startswith("data.") else None)
     if inner and problem["type"] == "model_type" and isinstance(value, str):
         text += f"; write {{{inner}: {value}}}"
