@@ -189,6 +189,9 @@ def best(c: Conversion, patience: str) -> None:
             c.carry(key, "train.load_best_model_at_end", True)
         elif key == "metric_for_best_model":
             c.carry(key, "train.metric_for_best_model", "eval_loss")
+        elif key == patience and c.has("evals_per_epoch"):
+            said = "it counts checkpoints, where the eval loss is measured here: set it lower, or train.save_steps to evaluate as often"
+            c.change(key, "train.early_stopping_patience", c.get(key), said)
         else:
             c.carry(key, f"train.{'early_stopping_patience' if key == patience else key}", c.get(key))
     if wanted and not why:

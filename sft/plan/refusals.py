@@ -140,8 +140,6 @@ def _quantization(case: Case) -> Iterator[str]:
         )
     if model.quantization is None:
         return
-    if model.lora is None:
-        yield f"{key} without model.lora: quantized weights cannot be trained. Set model.lora={{}}, or model.quantization=null."
     if not case.hardware.has_bitsandbytes:
         yield f"{key} is bitsandbytes', which is not installed. Install it: pip install -e '.[qlora]'. Or set model.quantization=null."
     if model.compile:

@@ -152,6 +152,15 @@ class Model(Section):
     def _is_regular(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         return regular(patterns)
 
+    @model_validator(mode="after")
+    def _quantized_weights_are_frozen(self) -> Model:
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(
+                f"quantization={self.quantization} without lora: quantized weights cannot be trained. Set model.lora={{}}, or "
+                "model.quantization=null"
+            )
+        return self
+
 
 class Tracking(Section):
     """Where to send the curves, besides metrics.jsonl."""

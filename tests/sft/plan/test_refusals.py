@@ -118,7 +118,6 @@ SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_siz
         ("train.fsdp={}", gpus(2), {"precision": "fp16"}, "train.deepspeed=zero3"),
         ("train.fsdp={} model.lora={} model.new_tokens=['<|a|>']", gpus(2), {}, "train.deepspeed=zero2"),
         ("train.fsdp={}", gpus(1), {"precision": "fp16"}, None),
-        ("model.quantization=nf4", gpus(), {}, "model.quantization=nf4 without model.lora"),
         (QLORA + "nf4", gpus(), {}, None),
         (QLORA + "nf4", replace(gpus(), has_bitsandbytes=False), {}, "pip install .*qlora.*Or set model.quantization=null"),
         (QLORA + "nf4 model.compile=true", gpus(), {}, "untested. Set model.compile=false"),

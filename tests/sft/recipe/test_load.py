@@ -61,6 +61,8 @@ def test_a_finding_that_no_longer_exists_is_left_out_with_a_line(capsys: pytest.
         ("train.seed=4294967296", "train.seed: must be less than 4294967296"),
         ("train.max_time=30", "train.max_time: 30 has no unit: write 30m"),
         ("train.on_nonfinite=rewind", "train.on_nonfinite: rewind was removed: use skip"),
+        ("model.quantization=nf4", "model: quantization=nf4 without lora: quantized weights cannot be trained. Set model.lora={}"),
+        ("data.train={path: a}", "one source is a list, too: [{path: ...}]"),
         ("data.packing=1", "data.packing: must be a valid boolean, got 1"),
         ("tracking.project=5", "tracking.project: must be a valid string, got 5"),
         ("eval.tasks=gsm8k", 'eval.tasks: must be a list, got "gsm8k"'),
@@ -137,6 +139,7 @@ def test_all_mistakes_come_in_one_message() -> None:
         ("train.max_length", "; it belongs to `data`"),
         ("train.lr", "; here it is `learning_rate`"),
         ("train.learning_r\u0430te", "; did you mean `learning_rate`? (as written it is 'learning_r\\u0430te', which only looks alike)"),
+        ("data.columns", "; it belongs to a source: `train: [{path: ..., columns: ...}]`"),
         ("model.zzz", ""),
     ],
 )  # fmt: skip
