@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, logging
 
 from sft.errors import RunError
 from sft.model.live import logits_distance
-from sft.parallel.process_group import environment_without_launcher
+from sft.parallel.environment import environment_without_launcher
 
 SECONDS = 1800
 """How long loading may take."""

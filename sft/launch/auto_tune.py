@@ -27,6 +27,7 @@ from sft.launch.rank import check_with_frameworks, enter
 from sft.launch.topology import read_topology
 from sft.launch.tuning_result import Trial, find_result, is_tuned, read_journal, result_file, write_result
 from sft.parallel import process_group as distributed
+from sft.parallel.environment import settle_allocator
 from sft.plan.job import Job
 from sft.program import run_main
 
@@ -96,7 +97,7 @@ def measure(job: Job) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Tune for a recipe and print the result; or measure, as one of the ranks."""
-    distributed.settle_allocator()
+    settle_allocator()
     if RANK in argv:
         words = [word for word in argv if word != RANK]
         measure(open_job(*parse_command_line(words, "sft.launch.auto_tune"), distributed.job_hardware()))

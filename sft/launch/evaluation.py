@@ -19,7 +19,7 @@ from typing import NoReturn
 from sft import signals
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
-from sft.parallel.process_group import environment_without_launcher
+from sft.parallel.environment import environment_without_launcher
 from sft.plan.job import Job
 from sft.program import report_result, run_main
 from sft.recipe.schema import Evaluation

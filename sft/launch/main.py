@@ -30,7 +30,7 @@ from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import check_rendezvous, clear_environment
 from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_result, is_tuned
-from sft.parallel.process_group import settle_allocator
+from sft.parallel.environment import settle_allocator
 from sft.plan.hardware import cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
@@ -128,8 +128,6 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
 
 def check_trainer_arguments(job: Job) -> None:
     """Refuse trainer_args, callbacks, adapters and frozen parameters as a start does (UserError); imports no trainer without them."""
-    import sft.model  # noqa: F401 (it silences bitsandbytes, which the trainer imports)
-
     if job.recipe.train.callbacks:
         from sft.train.hooks import own_callbacks
 

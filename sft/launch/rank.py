@@ -32,6 +32,7 @@ from sft.launch.job import check_recipe, command_of, parse_command_line, plan_jo
 from sft.launch.open_run import OpenedRun, check_start, open_run, runs_folder
 from sft.launch.preflight import check_ranks, preflight
 from sft.launch.prepare import end_preparation, plan_beside_preparation, prepared_data
+from sft.parallel import environment
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     """Train one recipe, as the only process or as one of those that a launcher has started; with --preflight, only compare the ranks."""
     check_rank_variables()
     check_installed()
-    distributed.settle_allocator()
+    environment.settle_allocator()
     terminal.start_rank_log()
     words = [word for word in argv if word != PREFLIGHT]
     checked = check_recipe(*parse_command_line(words, "sft.train"), distributed.job_hardware())
@@ -135,13 +136,13 @@ def join(job: Job) -> None:
     """Become one of the job's ranks."""
     uses_gpu = job.hardware.gpu is not None
     if job.recipe.debug:
-        distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu, runs_folder(job))
-    distributed.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
+        environment.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu, runs_folder(job))
+    environment.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
     if not uses_bitsandbytes(job.recipe):
         # peft imports it wherever it is installed, which takes half a second.
         sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
-    distributed.quiet_frameworks()
-    distributed.check_devices(job.hardware)
+    environment.quiet_frameworks()
+    environment.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
     distributed.join_group(job.deepspeed is not None, uses_gpu, job.recipe.train.ddp_timeout, offloads)
 

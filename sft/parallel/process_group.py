@@ -8,137 +8,26 @@ from __future__ import annotations
 
 import gc
 import ipaddress
-import logging
 import os
 import socket
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
 import psutil
 
 from sft.errors import LostRank, PlanError, UserError, is_lost
-from sft.parallel.deepspeed import prepare_builds
-from sft.plan.hardware import Hardware, detect_hardware, driver_version, whole_number
+from sft.plan.hardware import Hardware, detect_hardware, whole_number
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 
 Value = TypeVar("Value")
 
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher sets for a rank. A process by itself must not see it."""
-
-_OF_A_GROUP = (*LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE")
-
-_DRIVER_OF_CUDA_13 = 580
-"""CUDA runs on a driver of its own major version or a newer one; NVIDIA's release notes."""
-
 _HEARTBEAT = 5.0
 """Seconds between two heartbeats, at most."""
-
-
-def environment_without_launcher() -> dict[str, str]:
-    """This process's environment for a process by itself, without what launchers and accelerate set."""
-    prefixes = ("TORCHELASTIC", "ACCELERATE_", "FSDP_")
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHED and not name.startswith(prefixes)}
-
-
-def settle_allocator() -> None:
-    """Have torch's allocator map more memory behind a segment instead of adding segments, so that less of a GPU is lost to fragments.
-
-    Call it before torch is imported, since it reads this once. Keeps what the user has set, under the older name too.
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def nccl_log(folder: Path, number: int) -> Path:
-    """Where NCCL logs until the run is known; it begins with the process group."""
-    return folder / f".nccl-{number}-{os.getpid()}.log"
-
-
-def set_debug_environment(ddp: bool, uses_gpu: bool, folder: Path) -> None:
-    """Make the libraries log and compare more; `folder` is that of the recipe's runs. Keeps what the user has set."""
-    values = {
-        # torch compares each collective between the ranks before it starts, and names the rank of one that differs. On CPU ranks its DDP
-        # crashes then (SIGSEGV: it takes the comparing group for gloo's own).
-        "TORCH_DISTRIBUTED_DEBUG": "INFO" if ddp and not uses_gpu else "DETAIL",
-        "TORCH_SHOW_CPP_STACKTRACES": "1",
-        "NCCL_DEBUG": "INFO",
-    }
-    if uses_gpu:
-        folder.mkdir(parents=True, exist_ok=True)
-        values["NCCL_DEBUG_FILE"] = str(nccl_log(folder, rank()))
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
-    if "torch" in sys.modules:  # it reads the level when it is imported, and the plan may have done that
-        distributed: Any = sys.modules["torch"].distributed
-        distributed.set_debug_level_from_env()
-
-
-def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
-    """Make the environment agree with the plan; before accelerate or deepspeed is imported.
-
-    Raises:
-        PlanError: `accelerate launch` requests an engine or a precision that the recipe does not name.
-    """
-    _refuse_accelerates_choices(deepspeed, precision)
-    # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, silently turns DeepSpeed into DDP.
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    if uses_gpu:
-        # The flight recorder: the last collectives of each rank, written when one takes longer than the group's timeout.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    if deepspeed:
-        lines = prepare_builds(needed=not uses_gpu)  # on CPU ranks it reduces by an operation of its own
-        if lines and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(*lines, sep="\n", flush=True)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        return
-    # From one launched process accelerate would make a group, with DDP and a timeout of its own.
-    for name in _OF_A_GROUP:
-        os.environ.pop(name, None)
-    if uses_gpu:  # with several visible GPUs transformers would wrap the model in DataParallel
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    if deepspeed:  # which would otherwise ask MPI
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-
-
-_BY = "(its options, or a configuration left by `accelerate config`)"
-
-
-def _refuse_accelerates_choices(deepspeed: bool, precision: str) -> None:
-    for engine, in_recipe in {"FSDP": False, "DEEPSPEED": deepspeed, "MEGATRON_LM": False}.items():
-        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() in ("true", "1") and not in_recipe:
-            raise PlanError(
-                f"accelerate launch requests {engine} {_BY}, but only the recipe names the engine: train.deepspeed or train.fsdp, or DDP "
-                "without them. Start it without."
-            )
-    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if requested not in ("no", precision):
-        raise PlanError(
-            f"accelerate launch requests mixed precision {requested} {_BY}, but only the recipe decides: train.precision gives "
-            f"{precision}. Start it without, or set train.precision={requested}."
-        )
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def job_hardware() -> Hardware:
@@ -155,48 +44,6 @@ def rank() -> int:
 def is_rank_0() -> bool:
     """Whether this process is rank 0, which writes and prints."""
     return rank() == 0
-
-
-def quiet_frameworks() -> None:
-    """Keep deprecations, hints and per-rank notes of the frameworks off the terminal. Errors stay."""
-    import datasets
-    import transformers
-
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    for name in ("accelerate", "trl", "peft", "torch.distributed", "DeepSpeed", "deepspeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def check_devices(hardware: Hardware) -> None:
-    """Compare the GPUs that the plan found with those that torch can use.
-
-    Raises:
-        PlanError: They disagree.
-    """
-    import torch
-
-    if (hardware.gpu is not None) == torch.cuda.is_available():
-        return
-    cpu = "train on the CPU: CUDA_VISIBLE_DEVICES=''"
-    if hardware.gpu is None:
-        raise PlanError(
-            f"torch sees a GPU that its driver's library (NVML) does not list, so the plan is for a CPU. To {cpu}."
-        )
-    name, driver, cuda = hardware.gpu.name, driver_version(), torch.version.cuda
-    if cuda is None:
-        why = "is a build without CUDA"
-    elif driver and int(cuda.split(".")[0]) >= 13 and int(driver.split(".")[0]) < _DRIVER_OF_CUDA_13:
-        why = f"is built for CUDA {cuda}, which needs driver {_DRIVER_OF_CUDA_13} or newer"
-    else:
-        why = f"is built for CUDA {cuda}, and does not start on it"
-    raise PlanError(
-        f"This machine has {name} with driver {driver or 'unknown'}, and torch {torch.__version__} {why}. Install a torch that fits the "
-        f"driver (README.md: Install it your way), or {cpu}."
-    )
 
 
 def join_group(deepspeed: bool, uses_gpu: bool, timeout: int, offloads: bool = False) -> None:

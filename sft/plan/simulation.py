@@ -7,7 +7,6 @@ one kernel on a GPU, or looks at values, is a substitute here that keeps and all
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import sys
@@ -234,8 +233,6 @@ def _liger(model: Any) -> Iterator[None]:
 
 
 def _add_adapters(model: Any, lora: Lora, in_fp32: bool) -> None:
-    # On a CPU bitsandbytes warns about a kernel that is not used here when peft imports it.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from peft import LoraConfig, get_peft_model
 
     names: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)

@@ -23,7 +23,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import terminal
 from sft.errors import EXIT_CRASHED
-from sft.parallel.process_group import nccl_log
+from sft.parallel.environment import nccl_log
 from sft.run.directory import Run
 from sft.signals import on_signal
 

@@ -17,7 +17,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.parallel.process_group import LAUNCHED
+from sft.parallel.environment import LAUNCHED, free_port
 from sft.program import end_with_parent
 from sft.terminal import launch_folder
 
@@ -125,12 +124,6 @@ class Ranks:
         self.process.communicate()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _environment(job: dict[str, Any], rank: int, port: int) -> dict[str, str]:
     """What torchrun would set; nothing for a process by itself."""
     ranks = job["ranks"]
@@ -198,7 +191,7 @@ def _fork(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
 
 def _run(job: dict[str, Any]) -> int:
     """Fork the ranks and wait: the first that fails ends the others, as under torchrun."""
-    port, folder = _free_port(), Path(job["folder"])
+    port, folder = free_port(), Path(job["folder"])
     children = {_fork(job, rank, port, folder) for rank in range(job["ranks"])}
     first = 0
     while children:

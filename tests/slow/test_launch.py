@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sft.parallel.process_group import free_port
+from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from sft.terminal import FAILURE

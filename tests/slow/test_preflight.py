@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.parallel.process_group import free_port
+from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import Start, write_recipe
 from tests.slow.ranks import Ranks

@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from sft.data.prepared import entry_folder
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.launch.job import open_recipe
-from sft.parallel.process_group import free_port
+from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from sft.train.batches import Sequences, contents_of

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.parallel.process_group import free_port
+from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import BIN, lines_of, losses, until, write_recipe

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sft.plan import memory
 from sft.plan.deepspeed import KNOWN_KEYS
+from sft.plan.layers import HEAD_TILE
 
 
 def test_sizes_of_buffers_are_still_the_libraries() -> None:
@@ -15,7 +16,7 @@ def test_sizes_of_buffers_are_still_the_libraries() -> None:
     from trl.trainer import utils
 
     tile = chunked_logprob.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    assert tile == (memory._TILE_TOKENS, memory._TILE_WORDS)
+    assert tile == HEAD_TILE
     fields = DeepSpeedZeroConfig.model_fields
     assert fields["max_live_parameters"].default == fields["sub_group_size"].default == memory.LIVE
     assert not DistributedDataParallelKwargs().gradient_as_bucket_view, "DDP's buckets hold the gradients once more"

@@ -15,7 +15,7 @@ from sft.model import quantization
 from sft.model.load import load_base, load_dequantized
 from sft.model.quantization import dequantized, describe_running, numels, quantized_layers
 from sft.plan.hardware import Hardware
-from sft.recipe.schema import Model
+from sft.recipe.schema import Lora, Model
 from tests.conftest import DEMO_RECIPE
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_layers_that_store_their_weights_transposed_are_dequantized_as_they_were
     before = AutoModelForCausalLM.from_pretrained(
         tmp_path,
         quantization_config=quantization.quantization_config(
-            Model(name_or_path="x", quantization="int8"), torch.float32, torch.uint8
+            Model(name_or_path="x", quantization="int8", lora=Lora()), torch.float32, torch.uint8
         ),
     )
     ids = torch.arange(3, 23)[None]
