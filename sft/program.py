@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import join
 from typing import NoReturn
 
 from sft import signals
@@ -22,6 +24,14 @@ from sft.terminal import is_rank, show_crash, show_message, visible
 RESULT_FILE = "SFT_RESULT_FILE"
 """Environment variable: the file in which a process that sft/api.py has started reports what it wrote."""
 _PR_SET_PDEATHSIG = 1
+
+
+def shown_command(script: str, *words: str) -> str:
+    """A command for the user to type: the repository's script in its folder, elsewhere `sft` if it is on PATH."""
+    file = Path("scripts", f"{script}.sh")
+    if not file.is_file() and shutil.which("sft"):
+        return join(["sft", "train" if script == "sft" else script, *words])
+    return join(["bash", str(file if file.is_file() else Path(__file__).parents[1] / file), *words])
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

@@ -12,6 +12,7 @@ from sft.checkpoint.resume import step_of
 from sft.errors import ExportError
 from sft.files import read_json
 from sft.hub.names import has_tokenizer
+from sft.program import shown_command
 from sft.recipe.schema import Model, Recipe
 from sft.run.directory import Run, find_run
 from sft.run.trust import base_changes, check_final
@@ -110,7 +111,8 @@ def _final(run: Run) -> Path:
     steps = steps_of(run)
     other = f", or export a checkpoint: --checkpoint {steps[-1]}" if steps else ""
     raise ExportError(
-        f"{run.path} has no final/ (status: {run.record.get('status', 'unknown')}). Resume it with bash scripts/sft.sh {run.path}{other}."
+        f"{run.path} has no final/ (status: {run.record.get('status', 'unknown')}). Resume it with "
+        f"{shown_command('sft', str(run.path))}{other}."
     )
 
 

@@ -20,6 +20,7 @@ from sft.init.tokens import Tokenized, settle_tokenizer, tokenize
 from sft.launch.job import open_job
 from sft.launch.topology import read_topology
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
+from sft.program import shown_command
 from sft.recipe.schema import Source
 from sft.terminal import visible_line
 
@@ -194,7 +195,7 @@ def _fill(
     )
     if rows.is_guessed:
         print(visible_line(f"Check data.train: {reason}."))
-    print(f"Look at it: bash scripts/sft.sh {join([str(output)])} --show 3")
+    print(f"Look at it: {shown_command('sft', str(output), '--show', '3')}")
 
 
 def _as_written(source: Source) -> Any:

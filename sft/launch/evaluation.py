@@ -6,7 +6,6 @@ Rank 0 becomes this program, so that nothing of the training is left in memory o
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, Ru
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
 from sft.parallel.environment import environment_without_launcher
 from sft.plan.job import Job
-from sft.program import report_result, run_main
+from sft.program import report_result, run_main, shown_command
 from sft.recipe.schema import Evaluation
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import InterruptibleRun
@@ -121,13 +120,13 @@ def _exit_status(returncode: int, program: str) -> int:
 def closing_lines(run: Run) -> list[str]:
     """The last lines in the terminal: the warnings, the next commands, and the report."""
     warnings = [f"  - {message}" for messages in run.record.get("warnings", {}).values() for message in messages]
-    path = shlex.quote(_shortest(run.path))
+    path = _shortest(run.path)
     return [
         *(["Worth knowing:", *warnings] if warnings else []),
         "Next:",
-        f"  bash scripts/chat.sh {path}",
-        f"  bash scripts/eval.sh {path}",
-        f"  bash scripts/export.sh {path} --to merged",
+        f"  {shown_command('chat', path)}",
+        f"  {shown_command('eval', path)}",
+        f"  {shown_command('export', path, '--to', 'merged')}",
         f"Report: {_shortest(run.page_file)}",
     ]
 

@@ -13,7 +13,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
 
 from sft import signals
 from sft.checkpoint.manifest import read_manifest
@@ -27,6 +26,7 @@ from sft.launch.rerun import check_same_data
 from sft.launch.tuning_result import find_result
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job, keep_decisions
+from sft.program import shown_command
 from sft.recipe.changes import Change, check_allowed_changes, differences, not_allowed, recipe_differences
 from sft.recipe.local_code import code_hashes, copy_code
 from sft.recipe.schema import Recipe
@@ -157,8 +157,8 @@ def _name_is_taken(run: Run) -> str:
     if not (run.path / "run.json").is_file() or run.record["status"] != "finished":
         return taken
     return (
-        f"{taken}\nIt is finished. Evaluate it: {join(['bash', 'scripts/eval.sh', str(run.path)])}; repeat it under another name: "
-        f"{join(['bash', 'scripts/sft.sh', str(run.path)])}; train its model further: model.name_or_path={run.final} with another "
+        f"{taken}\nIt is finished. Evaluate it: {shown_command('eval', str(run.path))}; repeat it under another name: "
+        f"{shown_command('sft', str(run.path))}; train its model further: model.name_or_path={run.final} with another "
         "tracking.run_name."
     )
 
@@ -225,7 +225,7 @@ def other_unfinished(run: Run) -> list[str]:
         with suppress(RunError, OSError):  # no run, or another user's
             other, checkpoint = Run(folder), Run(folder).last_checkpoint()
             if checkpoint is not None and other.record["status"] != "finished" and not _is_claimed(other):
-                lines.append(f"Also unfinished, at {checkpoint.name}: {join(['bash', 'scripts/sft.sh', str(folder)])}")
+                lines.append(f"Also unfinished, at {checkpoint.name}: {shown_command('sft', str(folder))}")
     return lines[:5]
 
 

@@ -11,13 +11,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import yaml
 
 from sft.errors import RunError
 from sft.plan.job import Job
+from sft.program import shown_command
 from sft.recipe.changes import Change, differences, recipe_differences
 from sft.recipe.local_code import references
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
@@ -87,7 +87,7 @@ def _free_name(run: Run) -> str:
 
 
 def _by_hand(recipe_path: Path, overrides: Sequence[str]) -> str:
-    return join(["bash", "scripts/sft.sh", str(recipe_path), *overrides])
+    return shown_command("sft", str(recipe_path), *overrides)
 
 
 def differences_to_report(job: Job) -> list[str]:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 from sft.errors import RecipeError, RunError
 from sft.files import disk_was_full, read_json, write_json
+from sft.program import shown_command
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from sft.terminal import is_plain_name, visible_line
@@ -119,7 +119,7 @@ class Run:
     @property
     def next_start(self) -> str:
         """What the next start does, as a sentence without its full stop."""
-        own = f"`{join(['bash', 'scripts/sft.sh', str(self.path)])}`"
+        own = f"`{shown_command('sft', str(self.path))}`"
         who = "The same command"
         if self.record.get("recipe_values", {}).get("train", {}).get("resume") == "never":
             who = f"The same command starts another run (train.resume=never); {own}"
