@@ -16,6 +16,7 @@ import time
 import venv
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ SECRET = "hf_thisIsWhatNobodyMayRead00"
 
 def leftovers() -> list[psutil.Process]:
     """Processes that this one has started and that still run."""
-    return psutil.Process().children(recursive=True)
+    tracker = resource_tracker._resource_tracker._pid  # multiprocessing's, once another test has used that
+    return [one for one in psutil.Process().children(recursive=True) if one.pid != tracker]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
