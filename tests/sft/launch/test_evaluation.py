@@ -1,5 +1,6 @@
 """What is made of how the parts of the evaluation after a training have ended."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -32,4 +33,4 @@ def test_the_last_lines_name_the_warnings_the_next_commands_and_the_report(
     monkeypatch.chdir(tmp_path)
     shown = "\n".join(closing_lines(run))
     for script in ("chat", "eval", "export"):
-        assert f"bash scripts/{script}.sh 'out puts/mine/1'" in shown
+        assert re.search(rf"^  .*\b{script}(\.sh)? 'out puts/mine/1'", shown, re.MULTILINE)

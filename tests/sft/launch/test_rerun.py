@@ -100,7 +100,9 @@ def test_other_data_is_no_repetition_unless_it_is_asked_for(make_run: MakeRun) -
     run = make_run("finished")
     job = again(run)
     check_same_data(job, "fingerprint-of-then")
-    with pytest.raises(RunError, match=r"trained on other data than there is now.*To train on what there is now: bash"):
+    with pytest.raises(
+        RunError, match=r"trained on other data than there is now.*To train on what there is now: \S.*mine\.yaml"
+    ):
         check_same_data(job, "fingerprint-of-now")
     check_same_data(again(run, "data.max_length=64"), "fingerprint-of-now")
     run.update(status="interrupted")
