@@ -76,7 +76,7 @@ def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
     model = checked_model(recipe, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, checked.data, deepspeed)
-    return Job(recipe, checked.path, checked.overrides, hardware, model, deepspeed, plan, checked.data)
+    return Job(recipe, hardware, model, deepspeed, plan, checked.data, recipe_path=checked.path, overrides=checked.overrides)
 
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:

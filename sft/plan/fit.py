@@ -21,7 +21,7 @@ from sft.plan.engine import REMEDY, open_deepspeed
 from sft.plan.gpus import find_gpu
 from sft.plan.hardware import UNNAMED, Gpu, Hardware, machine
 from sft.plan.memory import GIB, MemoryEstimate, engine_of, estimate_memory
-from sft.plan.parallelism import FSDP2, resolve_fsdp
+from sft.plan.parallelism import FSDP2
 from sft.plan.plan import DataSize
 from sft.plan.resolve import resolve_plan
 from sft.plan.time import compute_per_token
@@ -97,8 +97,7 @@ def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSiz
 
 def memory_of(case: Case) -> MemoryEstimate:
     """What a planned recipe needs."""
-    engine = engine_of(case.deepspeed, resolve_fsdp(case.recipe, case.hardware))
-    return estimate_memory(case.recipe, case.hardware, case.model, engine)
+    return estimate_memory(case.recipe, case.hardware, case.model, engine_of(case.deepspeed, case.fsdp))
 
 
 def _without_simulation(model: ModelFacts) -> ModelFacts:

@@ -202,7 +202,8 @@ DATA = DataFacts(1000, 100_000, 50_000, 640, exact=True)
 
 
 def job_of(recipe: Recipe, hardware: Hardware) -> Job:
-    return Job(recipe, Path("mine.yaml"), (), hardware, LARGE, None, resolve_plan(recipe, hardware, LARGE))
+    plan = resolve_plan(recipe, hardware, LARGE)
+    return Job(recipe, hardware, LARGE, None, plan, recipe_path=Path("mine.yaml"), overrides=())
 
 
 def decisions(job: Job) -> dict[str, Any]:
