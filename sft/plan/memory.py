@@ -17,21 +17,22 @@ counted without a matrix of scores. Not counted: what loading takes in the machi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from sft.hub.model_facts import ModelFacts
+from sft.files import cached
+from sft.hub.model_facts import ModelFacts, load_config
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.layers import HEAD_TILE, resolve_kernels
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape
+from sft.plan.passes import Pass, PassMemory
 from sft.plan.precision import gradient_bytes, resolve_precision
 from sft.recipe.schema import Fsdp, Recipe
-
-if TYPE_CHECKING:
-    from sft.plan.simulation import PassMemory
 
 GIB = 2**30
 RESERVE = 1.5 * GIB
@@ -196,10 +197,6 @@ class _Sizes:
 
     def _pass(self, hardware: Hardware, model: ModelFacts) -> PassMemory | None:
         """A forward and backward pass, simulated; None where the model cannot be."""
-        if model.config is None:
-            return None
-        from sft.plan.simulation import Pass, simulated  # imports torch
-
         train, half = self.recipe.train, "float16" if self.precision == "fp16" else "bfloat16"
         in_half = self.is_half and not self.autocasts
         wanted = Pass(
@@ -216,7 +213,7 @@ class _Sizes:
             lora=self.recipe.model.lora,
             freeze=self.recipe.model.freeze,
         )
-        return simulated(model.config, wanted)
+        return simulated(model, wanted)
 
     @property
     def recompute_every(self) -> int:
@@ -321,3 +318,25 @@ class _Sizes:
             return 0.0
         shard = self.parameters / self.ranks
         return 4 * (min(LIVE, shard) if stage == 3 else shard)
+
+
+def simulated(model: ModelFacts, wanted: Pass) -> PassMemory | None:
+    """What a simulated pass takes; None for a model that brings its own code, or whose code looks at values, as most routers do.
+
+    Results are kept in the user's cache (sft/memory), by config.json, what is wanted, the code of the simulation and versions.
+    """
+    if model.config is None:
+        return None
+    versions = [version(name) for name in ("torch", "transformers", "peft")]
+    code = Path(__file__).with_name("simulation.py").read_text(encoding="utf-8")
+
+    def simulate_pass() -> dict[str, int] | None:
+        from sft.plan.simulation import simulate  # imports torch
+
+        try:
+            return asdict(simulate(load_config(model.path, model.commit, False), wanted))
+        except Exception:  # in whatever way the code of a model fails without values
+            return None
+
+    found = cached("memory", [model.config, asdict(wanted), code, versions], simulate_pass)
+    return PassMemory(**found) if found else None

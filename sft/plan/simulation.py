@@ -6,19 +6,13 @@ one kernel on a GPU, or looks at values, is a substitute here that keeps and all
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass
 from functools import partial
-from hashlib import sha256
-from importlib.metadata import version
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from warnings import catch_warnings
@@ -33,44 +27,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft.files import write_json
 from sft.plan.layers import HEAD_TILE
+from sft.plan.passes import Pass, PassMemory
 from sft.recipe.schema import Lora
 
 _NAME = "simulated"
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What decides the memory of a forward and backward pass over one micro-batch."""
-
-    tokens: int
-    dtype: str
-    """Of the weights: bfloat16, float16 or float32."""
-    autocast: str | None
-    """What matrices are multiplied in where something trained is fp32; None: in the dtype of the weights, adapters too."""
-    recompute_every: int
-    """Every n-th layer recomputes its activations; 0: none."""
-    liger: bool
-    eager: bool
-    """Attention with a matrix of scores."""
-    fp32_gradients: bool
-    """Whether gradients in half precision are added up in fp32, weight by weight."""
-    all_logits: bool
-    lora: Lora | None
-    freeze: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PassMemory:
-    """Bytes beside weights, gradients and optimizer state."""
-
-    kept: int
-    """At the end of the forward pass through the layers."""
-    peak: int
-    """The most at any time of the pass."""
-    trained: int
-    """Parameters that are trained."""
 
 
 class _Live(TorchDispatchMode):
@@ -304,38 +265,3 @@ def simulate(config: Any, wanted: Pass) -> PassMemory:
         loss.backward()
         del loss
     return PassMemory(kept, live.peak, sum(parameter.numel() for parameter in trained))
-
-
-_found: dict[str, PassMemory | None] = {}
-
-
-def simulated(config: Any, wanted: Pass) -> PassMemory | None:
-    """What `simulate` finds, once for each configuration; None for a model whose code looks at values, such as most routers.
-
-    Results are kept in ~/.cache/sft/memory ($XDG_CACHE_HOME), by the configuration, what is wanted, this file and versions.
-    """
-    versions = [version(name) for name in ("torch", "transformers", "peft")]
-    parts = [config.to_dict(), asdict(wanted), versions, Path(__file__).read_text(encoding="utf-8")]
-    key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    if key not in _found:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft" / "memory"
-        _found[key] = _load(folder / f"{key}.json") or _simulate_and_keep(config, wanted, folder / f"{key}.json")
-    return _found[key]
-
-
-def _load(file: Path) -> PassMemory | None:
-    try:
-        return PassMemory(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _simulate_and_keep(config: Any, wanted: Pass, file: Path) -> PassMemory | None:
-    try:
-        found = simulate(config, wanted)
-    except Exception:  # in whatever way the code of a model fails without values
-        return None
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, asdict(found))
-    return found

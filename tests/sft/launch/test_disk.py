@@ -91,9 +91,7 @@ def test_adapters_take_little_in_a_checkpoint_and_the_whole_model_in_final(tmp_p
     assert (found.final, found.checkpoints) == (2 * parameters + 4 * 8 * widths, 1)
     assert found.total == found.checkpoint + found.final + found.prepared
     more = job(tmp_path, "model.lora={r: 8, rank_pattern: {down_proj: 32}, modules_to_save: [lm_head]}", hardware=H100)
-    assert more.adapter_parameters == 32 * widths + (planned.model.vocab_size or 0) * (
-        planned.model.hidden_size or 0
-    )
+    assert more.adapter_parameters == 32 * widths + (planned.model.vocab_size or 0) * (planned.model.hidden_size or 0)
 
 
 def test_saving_by_epoch_counts_epochs_and_without_data_all_that_are_kept(tmp_path: Path) -> None:
