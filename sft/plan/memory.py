@@ -21,30 +21,23 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from sft.files import cached
 from sft.hub.model_facts import ModelFacts, load_config
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.layers import HEAD_TILE, resolve_kernels
+from sft.plan.memory_estimate import GIB, MemoryEstimate
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape
 from sft.plan.passes import Pass, PassMemory
 from sft.plan.precision import gradient_bytes, resolve_precision
 from sft.recipe.schema import Fsdp, Recipe
 
-GIB = 2**30
 RESERVE = 1.5 * GIB
 FRAGMENTS = 0.05  # of a GPU's memory
 LIVE = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters and sub_group_size
 CPU_FACTOR = 1.5  # pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it
-SUBSTITUTES = {
-    "attention": "FlashAttention: keeps query, key, value, output and an fp32 number for each query and head",
-    "loss head": "TRL's fused head: a tile of logits, and gradients in fp32",
-    "norms, rotary embedding, MLP": "Liger's kernels, where they run: keep their inputs, and write gradients over them",
-}
-"""What stands for the kernels of a GPU in a simulated pass."""
 _CHUNK = 2**27  # elements of sft/parallel/optimizer.py's step
 _SCALES = {True: 1 / 64 + 4 / (64 * 256), False: 4 / 64}  # bytes a 4-bit weight; by bnb_4bit_use_double_quant
 
@@ -72,51 +65,6 @@ ENGINES: Mapping[str, Engine] = {
 """By the name of the file under ds_configs/; `none` is no DeepSpeed."""
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on each GPU, part by part, and of each node's memory, all its ranks together."""
-
-    gpu: Mapping[str, float]
-    cpu: float
-    simulated: bool = False
-    """Whether a simulated pass gave the activations, and not arithmetic for a plain decoder."""
-
-    @property
-    def gpu_bytes(self) -> float:
-        """On each GPU."""
-        return sum(self.gpu.values())
-
-    def as_json(self, hardware: Hardware) -> dict[str, Any]:
-        """Bytes on each GPU by category, `peak` with the reserve among them; `machine` is what the ranks of a node need of its memory."""
-        assert hardware.gpu
-        found = {name: int(size) for name, size in self.gpu.items()}
-        found |= {"peak": int(self.gpu_bytes), "available": int(hardware.gpu.memory_gib * GIB)}
-        found |= {"machine": int(self.cpu), "machine_available": int(hardware.cpu_memory_gib * GIB)}
-        return found | {"simulated": self.simulated, "substitutes": SUBSTITUTES if self.simulated else {}}
-
-    def lack(self, hardware: Hardware) -> str | None:
-        """What there is too little of, such as `90.1 of 80 GiB`; None where the estimate fits."""
-        assert hardware.gpu
-        if self.gpu_bytes > hardware.gpu.memory_gib * GIB:
-            return f"{self.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
-        if self.cpu > hardware.cpu_memory_gib * GIB:
-            return f"{self.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
-        return None
-
-    def fits(self, hardware: Hardware) -> bool:
-        """Whether the machine has it."""
-        return self.lack(hardware) is None
-
-    def words(self, hardware: Hardware) -> str:
-        """The sum: `weights 5.7 + ... = 38.0 of 80 GiB`."""
-        assert hardware.gpu
-        parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in self.gpu.items() if size >= 0.05 * GIB)
-        shown = f"{parts} = {self.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
-        assumed = " (assumed: twice its GPUs'; --on 8x80GB+1000GB states it)" if hardware.cpu_memory_assumed else ""
-        cpu = f"; {self.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory{assumed}"
-        return shown + (cpu if self.cpu else "")
-
-
 def engine_of(file: DeepSpeedFile | None, fsdp: Fsdp | None = None) -> Engine:
     """What a DeepSpeed file or FSDP2's section configures."""
     if fsdp is not None:
@@ -140,7 +88,7 @@ def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engin
         "buffers": sizes.buffers(),
         "reserve": reserve,
     }
-    return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, sizes.passed is not None)
+    return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, hardware, sizes.passed is not None)
 
 
 class _Sizes:
@@ -155,10 +103,9 @@ class _Sizes:
         """That shard what the engine shards."""
         if engine.fsdp is not None:
             self.ranks = mesh_shape(engine.fsdp, hardware)[1]
-        micro = recipe.train.micro_batch_size
-        self.tokens = ceil(recipe.sequence_length / recipe.train.sequence_parallel_size) * (
-            1 if micro == "auto" else micro
-        )
+        stated = recipe.train.micro_batch_size
+        micro = 1 if stated == "auto" else stated
+        self.tokens = ceil(recipe.sequence_length / recipe.train.sequence_parallel_size) * micro
         """Of a micro-batch, on one rank; of one sequence where the recipe leaves it open."""
         self.parameters = model.parameters / recipe.train.tensor_parallel_size
         self.hidden, self.layers = model.hidden_size or 0, model.num_hidden_layers or 0

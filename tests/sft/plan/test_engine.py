@@ -9,10 +9,11 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
-from sft.plan.engine import choose_engine, open_deepspeed, resolve_memory
+from sft.plan.engine import choose_engine, open_deepspeed, planned_memory, resolve_memory
 from sft.plan.fit import MEMORIES
 from sft.plan.hardware import Gpu, Hardware, described_hardware, machine
-from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, Engine, engine_of, estimate_memory
+from sft.plan.memory import CPU_FACTOR, ENGINES, Engine, engine_of, estimate_memory
+from sft.plan.memory_estimate import GIB
 from sft.plan.parallelism import mesh_shape, resolve_fsdp
 from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Recipe
@@ -130,10 +131,11 @@ def test_every_cell_is_an_engine_that_fits_or_a_refusal(
         need = estimate_memory(recipe, hardware, model, ENGINES[found.value or "none"])
         assert need.gpu_bytes <= memory * GIB
         assert need.cpu <= hardware.cpu_memory_gib * GIB
-        shown, _ = resolve_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
+        planned = planned_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
+        shown = resolve_memory(planned, hardware, 1)
         assert shown.value == round(need.gpu_bytes / GIB, 1)
         assert "WARNING" not in shown.reason
-        assert need.words(hardware) in shown.reason
+        assert need.words in shown.reason
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -222,7 +224,6 @@ def test_fsdp2_shards_what_zero_3_shards_of_fp32_weights(make_recipe: MakeRecipe
     offloaded = gpu("train.fsdp={offload_params: true}")
     assert all(offloaded[name] == 0 for name in STATES)
     recipe = make_recipe("train.fsdp={}", "train.global_batch_size=64")
-    value, sizes = resolve_memory(recipe, eight, QWEN_3B, None)
-    assert value.value is not None
-    assert sizes is not None
-    assert sizes["peak"] == sum(sizes[name] for name in (*STATES, "activations", "buffers", "reserve")) // 1
+    estimate = planned_memory(recipe, eight, QWEN_3B, None)
+    assert estimate is not None
+    assert estimate.gpu_bytes == sum(estimate.gpu[name] for name in (*STATES, "activations", "buffers", "reserve"))

@@ -14,7 +14,8 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import REASON, Job, keep_decisions
-from sft.plan.plan import memory_bars, print_plan
+from sft.plan.memory_estimate import memory_bars
+from sft.plan.plan import print_plan
 from sft.plan.precision import MASTER, resolve_precision
 from sft.plan.resolve import resolve_plan
 from sft.plan.warnings import plan_warnings
