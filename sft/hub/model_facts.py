@@ -19,7 +19,7 @@ from sft.hub.flops import ModelFlops, model_flops
 from sft.hub.names import model_file, model_path
 from sft.hub.remote_code import check_remote_code
 from sft.hub.weights import check_weight_files, has_weights
-from sft.recipe.schema import Recipe
+from sft.recipe.schema import Lora, Recipe
 
 ENCODERS = frozenset(
     "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer "
@@ -149,6 +149,13 @@ class ModelFacts:
 
     commit: str | None = None
     """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
+
+    def adapter_parameters(self, lora: Lora | None) -> int | None:
+        """Parameters of adapters, at most: as if each linear layer had one, and what is trained whole were an embedding; 0 without any."""
+        if lora is None or self.linear_widths is None:
+            return None if lora else 0
+        whole = len(lora.modules_to_save) * (self.vocab_size or 0) * (self.hidden_size or 0)
+        return max([lora.r, *lora.rank_pattern.values()]) * self.linear_widths + whole
 
     @property
     def body_parameters(self) -> int:
@@ -338,6 +345,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
     same = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings".split()
     )
+    sizes: dict[str, Any] = {name: _number(config, name) for name in same}
     layer_types = _value(config, "layer_types") or ["sliding_attention"]
     has_window = _value(config, "use_sliding_window") is not False and "sliding_attention" in layer_types
     dtype = _value(config, "dtype")
@@ -356,7 +364,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
         commit=commit,
         rope_type=_rope_type(config),
         has_liger=_is_of_transformers(model) and model.config.model_type in LIGER_TYPES,
-        **{name: _number(config, name) for name in same},
+        **sizes,
     )
 
 

@@ -158,7 +158,7 @@ def _micro_batch(
     budget, why = _token_budget(recipe, hardware, attention)
     sizes = [one for one in reversed(divisors(share)) if one == 1 or one * recipe.sequence_length <= budget]
     size = next((one for one in sizes if fits(one)), 1)
-    full = f", and with which it fits (not {sizes[0]})" if size < sizes[0] else ""
+    full = f"; {sizes[0]} would not fit" if size < sizes[0] else ""
     failed = f"; {tuned.reason}" if tuned else ""
     reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){full}{failed}"
     return Decision(size, reason)

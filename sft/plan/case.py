@@ -47,11 +47,5 @@ class Case:
 
     @property
     def adapter_parameters(self) -> int | None:
-        """Parameters of the adapters, at most: as if each linear layer had one; None where the model is not known. 0 without adapters."""
-        lora, model = self.recipe.model.lora, self.model
-        if lora is None:
-            return 0
-        if model.linear_widths is None:
-            return None
-        whole = len(lora.modules_to_save) * (model.vocab_size or 0) * (model.hidden_size or 0)
-        return max([lora.r, *lora.rank_pattern.values()]) * model.linear_widths + whole
+        """As ModelFacts has it."""
+        return self.model.adapter_parameters(self.recipe.model.lora)

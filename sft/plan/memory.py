@@ -31,7 +31,7 @@ from sft.plan.memory_estimate import GIB, MemoryEstimate
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape
 from sft.plan.passes import Pass, PassMemory
-from sft.plan.precision import gradient_bytes, resolve_precision
+from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Fsdp, Recipe
 
 RESERVE = 1.5 * GIB
@@ -98,7 +98,6 @@ class _Sizes:
         assert model.parameters
         assert hardware.gpu
         self.recipe, self.engine, self.layer = recipe, engine, model.layer_size
-        self.gpu_gib = hardware.gpu.memory_gib
         self.ranks = max(1, hardware.ranks // recipe.train.tensor_parallel_size)
         """That shard what the engine shards."""
         if engine.fsdp is not None:
@@ -118,16 +117,14 @@ class _Sizes:
         self.width = 2 if self.is_half else 4
         lora = recipe.model.lora
         self.adapters = lora is not None
-        # An adapter for each linear layer; of a plain decoder's: query, key, value, output have h + h each, gate, up, down h + f.
-        widths = model.linear_widths or self.layers * (11 * self.hidden + 3 * self.wide)
-        of_adapters = lora.r * widths if lora else 0.0
-        # Layers beside adapters that are trained whole are mostly the embeddings.
-        whole = len(lora.modules_to_save) * self.embedding if lora else 0.0
-        self.trained: float = of_adapters + whole if lora else self.parameters - model.frozen_parameters
-        # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
-        alone = hardware.ranks == 1 and self.precision != "fp16" and recipe.train.optim == "adamw"
-        self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
-        self.of_gradient = self._of_gradient(engine.stage == 0 and alone)
+        adapters = model.adapter_parameters(lora) or 0
+        self.trained: float = adapters if lora else self.parameters - model.frozen_parameters
+        kept_in = resolve_weights(recipe, hardware, None, self.precision).value
+        self.autocasts = engine.stage == 0 and self.is_half and kept_in == "fp32"
+        accumulation = ceil(recipe.sequences_per_step / micro / hardware.ranks)
+        added_up_in = resolve_gradients(recipe, hardware, model, None, self.precision, accumulation).value
+        self.of_gradient = 4 if added_up_in == "fp32" else 2
+        """Bytes of a trained parameter's gradient between micro-batches, without ZeRO."""
         self.passed = self._pass(hardware, model)
         if lora is not None and self.passed is not None:
             self.trained = self.passed.trained
@@ -135,12 +132,6 @@ class _Sizes:
         self.moments = state_bytes(recipe, self.trained, 0.0 if lora else self.embedding, self.hidden)
         self.held = self.width * self.parameters + self._quantized(model)
         """Bytes of all weights in the dtype that they are kept in."""
-
-    def _of_gradient(self, alone: bool) -> int:
-        """Bytes of a trained parameter's gradient between micro-batches."""
-        if not alone or self.adapters or not self.is_half:
-            return 4
-        return gradient_bytes(self.trained, self.gpu_gib, self.recipe.train.global_batch_size != 1)
 
     def _pass(self, hardware: Hardware, model: ModelFacts) -> PassMemory | None:
         """A forward and backward pass, simulated; None where the model cannot be."""
@@ -157,6 +148,7 @@ class _Sizes:
             # ZeRO and FSDP2 take the gradients away as they come.
             fp32_gradients=in_half and not self.adapters and self.engine.stage == 0 and self.of_gradient == 4,
             all_logits=bool(train.label_smoothing_factor),
+            tensor_parallel_size=train.tensor_parallel_size,
             lora=self.recipe.model.lora,
             freeze=self.recipe.model.freeze,
         )
@@ -183,7 +175,7 @@ class _Sizes:
 
                            weights   gradients    optimizer
             one process    w         4            12         (16-bit gradients where sft/plan/precision.py has them; fp32: 4, 4, 8)
-            DDP            4         4            8          (and w again for autocast's copies in half precision)
+            DDP            4         4            8          (and w for autocast's copies of all but the embedding in half precision)
             ZeRO-1         w         w + 4        12/N
             ZeRO-2         w         4/N          12/N
             ZeRO-3         w/N       4/N          12/N
@@ -200,8 +192,9 @@ class _Sizes:
             gradients = (self.width + 4) * trained if stage == 1 else 4 * trained / self.ranks
             return {"weights": weights, "gradients": gradients, "optimizer": (4 * trained + self.moments) / self.ranks}
         if self.autocasts or not self.is_half:
-            copies = self.width if self.autocasts else 0
-            return {"weights": (4 + copies) * self.parameters, "gradients": 4 * trained, "optimizer": self.moments}
+            # The embedding is looked up, and TRL's head casts a tile of its weight at a time.
+            copies = self.width * (self.parameters - self.embedding) if self.autocasts else 0
+            return {"weights": 4 * self.parameters + copies, "gradients": 4 * trained, "optimizer": self.moments}
         return {"weights": weights, "gradients": self.of_gradient * trained, "optimizer": 4 * trained + self.moments}
 
     def buffers(self) -> float:
@@ -216,7 +209,9 @@ class _Sizes:
             gathered = self.parameters if keeps_all else (1 + ahead) * self.layer + self.embedding
             return unpacked + self.width * gathered + (self.width + 4) * max(self.layer, self.embedding)
         if self.engine.stage == 0:
-            return unpacked + (4 * self.trained if self.ranks > 1 else 0.0)
+            # TRL's head gathers its weight where ranks share layers.
+            gathered = 4.0 * self.embedding if self.recipe.train.tensor_parallel_size > 1 else 0.0
+            return unpacked + gathered + (4 * self.trained if self.ranks > 1 else 0.0)
         if self.engine.stage < 3:
             # Under offload each gradient passes through a buffer as large as the largest weight.
             offloaded = self.embedding if self.engine.optimizer_offload != "none" else 0
@@ -226,10 +221,7 @@ class _Sizes:
     def activations(self) -> float:
         """The peak of a forward and backward pass over a micro-batch."""
         mode = self.recipe.train.gradient_checkpointing
-        passed: tuple[float, float] = (
-            (self.passed.kept, self.passed.peak) if self.passed else self._pass_of_plain_decoder()
-        )
-        kept, peak = passed
+        kept, peak = (self.passed.kept, self.passed.peak) if self.passed else self._pass_of_plain_decoder()
         if mode == "offload":  # two layers' inputs are on their way
             return peak - kept + 2 * self.tokens * self.hidden * self.width
         if mode == "selective":  # the outputs of attention

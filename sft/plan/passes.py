@@ -24,6 +24,8 @@ class Pass:
     fp32_gradients: bool
     """Whether gradients in half precision are added up in fp32, weight by weight."""
     all_logits: bool
+    tensor_parallel_size: int
+    """Ranks that share the heads and the feed-forward width of each layer."""
     lora: Lora | None
     freeze: tuple[str, ...]
 

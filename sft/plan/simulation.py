@@ -123,8 +123,8 @@ class _Head(torch.autograd.Function):
     def forward(context: Any, hidden: Any, weight: Any, dtype: Any, all_logits: bool) -> Any:
         context.save_for_backward(hidden, weight)
         tokens, words = len(hidden), len(weight)
-        context.tile = (min(tokens, HEAD_TILE[0]), HEAD_TILE[1]), dtype
-        working = hidden.new_empty(context.tile[0], dtype=dtype)
+        context.tile, context.dtype = (min(tokens, HEAD_TILE[0]), HEAD_TILE[1]), dtype
+        working = _tile(context, hidden, weight[: HEAD_TILE[1]])
         if all_logits:  # as they are, and three times in fp32: copy, log_softmax, gradient
             working = (
                 hidden.new_empty(tokens, words, dtype=dtype),
@@ -137,10 +137,16 @@ class _Head(torch.autograd.Function):
     def backward(context: Any, gradient: Any) -> Any:
         hidden, weight = context.saved_tensors
         sums = [torch.empty_like(one, dtype=torch.float32) if one.requires_grad else None for one in (hidden, weight)]
-        tile = hidden.new_empty(context.tile[0], dtype=context.tile[1])
+        tile = _tile(context, hidden, weight[: 2 * HEAD_TILE[1]])  # a chunk is let go when the next is there
         found = [None if one is None else one.to(like.dtype) for one, like in zip(sums, (hidden, weight), strict=True)]
         del tile
         return *found, None, None
+
+
+def _tile(context: Any, hidden: Any, weight: Any) -> Any:
+    """Of logits, and what they are products of where that is cast."""
+    cast = hidden[: HEAD_TILE[0]].to(context.dtype), weight.to(context.dtype)
+    return hidden.new_empty(context.tile, dtype=context.dtype), cast
 
 
 class _Norm(torch.autograd.Function):
@@ -216,9 +222,15 @@ def _prepare(config: Any, wanted: Pass) -> Any:
     """The empty model as it trains: its adapters, what is frozen, and which layers recompute."""
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    config = deepcopy(config)
+    if wanted.tensor_parallel_size > 1:
+        text = config.get_text_config()
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            setattr(text, name, getattr(text, name) // wanted.tensor_parallel_size)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            deepcopy(config),
+            config,
             dtype=getattr(torch, wanted.dtype),
             attn_implementation="eager" if wanted.eager else _NAME,
             trust_remote_code=False,

@@ -37,6 +37,7 @@ PLAIN = Pass(
     eager=False,
     fp32_gradients=False,
     all_logits=False,
+    tensor_parallel_size=1,
     lora=None,
     freeze=(),
 )
@@ -102,6 +103,15 @@ def test_adapters_count_what_peft_makes_and_frozen_layers_keep_less() -> None:
     frozen = simulate(QWEN, replace(PLAIN, freeze=(r"layers\.[0-2]\.", "embed")))
     assert frozen.trained == simulate(QWEN, PLAIN).trained - frozen_size()
     assert frozen.kept < simulate(QWEN, PLAIN).kept / 2
+
+
+def test_ranks_that_share_layers_divide_what_is_inside_and_not_what_goes_between() -> None:
+    every = replace(PLAIN, recompute_every=1)
+    assert simulate(QWEN, replace(every, tensor_parallel_size=2)).kept == simulate(QWEN, every).kept
+    plain, two = simulate(LLAMA, PLAIN), simulate(LLAMA, replace(PLAIN, tensor_parallel_size=2))
+    # Per layer and token: query, key, value, attention's output and a number for each head; gate, its activation, up, their product.
+    inside = 4 * 64 + 4 + 4 * 160
+    assert plain.kept - two.kept == inside / 2 * 4 * 4 * 256
 
 
 def frozen_size() -> int:
