@@ -15,6 +15,7 @@ from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Hardware
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
+from sft.plan.pipeline import PIPELINE
 from sft.plan.plan import Decision, memory_bars
 from sft.plan.precision import resolve_precision
 from sft.recipe.schema import Recipe
@@ -114,6 +115,8 @@ def resolve_memory(
         return Decision(None, "on a CPU nothing is counted"), None
     if model.parameters is None:
         return Decision(None, "the model's size is not known before it is downloaded"), None
+    if recipe.train.pipeline_parallel_size > 1:
+        return Decision(None, "not estimated for pipeline stages"), None
     estimate = estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
     micro = 1 if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size
     how = "activations simulated" if estimate.simulated else "by arithmetic"
@@ -135,7 +138,7 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
 def resolve_engine(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None
 ) -> Decision[str]:
-    """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2` or `tensor parallel`, as it will run."""
+    """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2`, `tensor parallel` or `pipeline parallel`, as it will run."""
     ranks, fsdp = hardware.ranks, resolve_fsdp(recipe, hardware)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
@@ -148,6 +151,9 @@ def resolve_engine(
         engine, reason = "one process", f"{unused}, and there is one process"
     elif recipe.train.tensor_parallel_size > 1:
         engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
+    elif recipe.train.pipeline_parallel_size > 1:
+        stages = recipe.train.pipeline_parallel_size
+        engine, reason = PIPELINE, f"train.pipeline_parallel_size; {stages} stages of {ranks // stages} ranks each"
     else:
         engine, reason = "DDP", f"train.deepspeed is not set; {ranks} ranks each hold the whole model"
     if recipe.train.parallel == "auto":
