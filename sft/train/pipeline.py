@@ -108,8 +108,7 @@ class PipelineTrainer(RecipeTrainer):
         return self.pipeline.collect(items)
 
     def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
-        own = self.pipeline.own_tensors
-        state = dict(self.of_all_stages((name, one.cpu()) for name, one in own.items()))
+        state = dict(self.of_all_stages((name, one.cpu()) for name, one in self.pipeline.own_tensors().items()))
         if self.args.should_save:
             self.model.save_pretrained(output_dir, state_dict=state)
             self.processing_class.save_pretrained(output_dir)
@@ -117,7 +116,7 @@ class PipelineTrainer(RecipeTrainer):
     def _save_optimizer(self, output_dir: str) -> None:
         if self._replica == 0:
             states = self.optimizer.optimizer.state
-            own = {name: states[one] for name, one in self.pipeline.own_parameters.items() if one in states}
+            own = {name: states[one] for name, one in self.pipeline.own_parameters().items() if one in states}
             torch.save(own, Path(output_dir, f"optimizer_{self.args.process_index}.pt"))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))

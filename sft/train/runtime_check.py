@@ -24,7 +24,6 @@ from sft.model.load import weights_dtype
 from sft.model.quantization import describe_planned, describe_running, numels
 from sft.model.rope import planned_rope, running_rope
 from sft.parallel.fsdp import reshard, sharded_units, sharding_readings, shards
-from sft.parallel.pipeline import layers_on_ranks
 from sft.parallel.process_group import group_timeouts
 from sft.parallel.sequence import sequence_parallel_ranks
 from sft.parallel.tensor import is_tensor_parallel, tensor_parallel_ranks
@@ -127,7 +126,7 @@ def _of_engine(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     yield Reading.equal("sequence_parallel_size", plan.sequence_parallel_size.value, sequence_ranks)
     if plan.pipeline_parallel_size.value > 1:
         layers = layers_of_stages(job.recipe, job.model)
-        yield Reading.equal("layers of stages", describe(layers), describe(layers_on_ranks(trainer.model_wrapped)))
+        yield Reading.equal("layers of stages", describe(layers), describe(trainer.model_wrapped.layers_of_ranks()))
     if job.fsdp:
         yield from (Reading.equal(*reading) for reading in sharding_readings(trainer, job))
     yield Reading.equal("offloaded", _offload_words(*offloads), offloaded(engine.optimizer if engine else None))
