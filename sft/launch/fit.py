@@ -49,7 +49,7 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
     if model.parameters is None:
         name = checked.recipe.model.name_or_path
         raise PlanError(
-            f"--fit counts the weights of {name}, and no model can be built: its config.json is not in the hub's cache and the hub does not "
+            f"--fit counts the weights of {name}, and none can be built: its config.json is not in the hub's cache and the hub does not "
             f"answer, or it needs code of its own. Where there is a network: hf download {name} config.json."
         )
     if checked.recipe.train.pipeline_parallel_size > 1:
