@@ -192,7 +192,8 @@ class _Sizes:
             return {"weights": weights, "gradients": gradients, "optimizer": (4 * trained + self.moments) / self.ranks}
         if self.autocasts or not self.is_half:
             # The embedding is looked up, and TRL's head casts a tile of its weight at a time.
-            copies = self.width * (self.parameters - self.embedding) if self.autocasts else 0
+            embedding = self.embedding / self.recipe.train.tensor_parallel_size
+            copies = self.width * (self.parameters - embedding) if self.autocasts else 0
             return {"weights": 4 * self.parameters + copies, "gradients": 4 * trained, "optimizer": self.moments}
         return {"weights": weights, "gradients": self.of_gradient * trained, "optimizer": 4 * trained + self.moments}
 
