@@ -94,6 +94,7 @@ def samples(run: Run, task: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.extra  # test_evaluation_equals_lm_eval.py compares the scores of two processes with lm_eval's
 def test_each_document_is_asked_once_with_the_same_prompt_and_written_in_order(run: Run, ranks: Ranks) -> None:
     """Also where there are fewer documents than processes."""
     task, one = write_own_task(run, "mine", range(7)), write_own_task(run, "one", range(1), num_fewshot=0)

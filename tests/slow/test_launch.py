@@ -87,14 +87,6 @@ def test_one_process_that_failed_restarts_as_one_process(recipe: Path, command: 
     assert (run.record["status"], steps(run)) == ("finished", list(range(1, 7)))
 
 
-def test_a_mistake_is_not_tried_again(recipe: Path, command: Command) -> None:
-    words, fault = [*launcher_of(3, ranks=1), recipe], {"AT": "after step 3", "DO": "mistake"}
-    printed = command(words, expect=2, PYTHONPATH=str(REPOSITORY), **fault)
-    assert printed.stderr.count("a mistake made by the test") == 1
-    assert "Restarting all processes" not in printed.stderr
-    assert "Traceback" not in printed.stderr
-
-
 def test_a_rank_that_nccls_watchdog_has_aborted_is_one_message_and_restarts(recipe: Path, command: Command) -> None:
     fault = {"AT": "after step 3", "DO": "NCCL", "ON": "1", "STARTS": "1"}
     printed = command([*launcher_of(1, ranks=2), recipe, "train.ddp_timeout=60"], PYTHONPATH=str(REPOSITORY), **fault)

@@ -43,13 +43,13 @@ def two_nodes(node_rank: int, **environment: str) -> dict[str, str]:
     ],
 )
 def test_a_machine_that_is_not_reached_is_reported_within_start_timeout(
-    node_rank: int, address: str, words: str, recipe: Path, command: Command
+    node_rank: int, address: str, words: str, recipe: Path, ranks: Ranks
 ) -> None:
     job = two_nodes(node_rank, MASTER_ADDR=address, START_TIMEOUT="2")
-    done = command([*LAUNCH, recipe], expect=2, **job)
-    assert words in done.stderr
-    assert node_rank == 0 or f"MASTER_ADDR={address}" in done.stderr
-    assert "Traceback" not in done.stderr
+    printed = ranks.run(1, ["sft.launch", recipe], expect=2, **job)["stderr"]
+    assert words in printed
+    assert node_rank == 0 or f"MASTER_ADDR={address}" in printed
+    assert "Traceback" not in printed
 
 
 def test_two_machines_that_differ_are_both_told_how(recipe: Path, tmp_path: Path, start: Start) -> None:
