@@ -90,7 +90,7 @@ def test_data_beyond_a_limit_starts_nothing(recipe_file: Path, tmp_path: Path, m
     rows, outputs = tmp_path / "rows.jsonl", tmp_path / "outputs"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5 + json.dumps({"prompt": "a" * 200, "completion": "b"}))
     words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
-    for switch, processes in (("--prepare", "1"), ("--show=1", "1"), (None, "1"), (None, "2")):
+    for switch, processes in (("--show=1", "1"), (None, "2")):
         monkeypatch.setenv("NPROC", processes)
         with pytest.raises(DataError, match=r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"):
             cli.run(["train", *words, *([switch] if switch else [])])
