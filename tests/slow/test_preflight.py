@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,6 @@ from tests.slow.conftest import Start, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = pytest.mark.slow
-Command = Callable[..., subprocess.CompletedProcess[str]]
 LAUNCH = [sys.executable, "-m", "sft.launch"]
 
 
