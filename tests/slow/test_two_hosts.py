@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from sft.parallel.deepspeed import FOLDER, own_folder
 from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
@@ -164,9 +165,13 @@ def recipe(hosts: tuple[Host, Host]) -> Path:
 
 Pair = tuple[Host, Host]
 ON_HOST = """
-import ctypes, os, socket
+import ctypes, os, signal, socket, sys
 from sft.launch import rank
-from sft.program import run_main
+from sft.program import end_with_parent, run_main
+launcher = os.getpid()
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+end_with_parent(launcher, signal.SIGKILL)
 name = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 kernel = ctypes.CDLL(None)
 assert kernel.setns(os.open(f"/run/netns/{name}", os.O_RDONLY), 0x40000000) == 0
@@ -174,7 +179,11 @@ assert kernel.unshare(0x04000000) == 0
 socket.sethostname(name)
 run_main(rank.main)
 """
-"""A rank that moves to its host, of its own network and name, before it trains."""
+"""A launcher whose only rank moves to its host, of its own network and name, before it trains."""
+
+
+BUILDS = {FOLDER: str(own_folder())}
+"""Both hosts are this machine: DeepSpeed's operations are not built for each name."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +203,7 @@ def as_torchrun_does(hosts: Pair, ranks: Ranks, *program: str | Path) -> Job:
     words = [hosts[0].folder / "on_host.py", *program]
     names = " ".join(host.name for host in hosts)
     job = ThreadPoolExecutor(1).submit(
-        ranks.run, 2, words, expect=None, nodes=2, HOSTS=names, MASTER_ADDR=hosts[0].address
+        ranks.run, 2, words, expect=None, nodes=2, HOSTS=names, MASTER_ADDR=hosts[0].address, **BUILDS
     )
 
     def wait() -> tuple[set[int], str]:
@@ -208,7 +217,7 @@ def by_slurm(hosts: Pair, ranks: Ranks, *program: str | Path) -> Job:
     """With the variables that srun sets; the hosts are named by their addresses."""
     network = hosts[0].address.rpartition(".")[0]
     job = {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NODELIST": f"{network}.[1-2]"}
-    job |= {"MASTER_PORT": str(free_port())}
+    job |= {"MASTER_PORT": str(free_port())} | BUILDS
     words = ["bash", REPOSITORY / "scripts" / "sft.sh", *program]
     started = [host.start(words, **job, SLURM_NODEID=str(rank)) for rank, host in enumerate(hosts)]
 
