@@ -57,7 +57,7 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         self.writer = writer_here(job)
         folder, keep = Path(trl["args"].output_dir), job.recipe.train.save_total_limit
-        disk = estimate_disk(job.case)
+        disk = estimate_disk(job)
         self.checkpoints = CheckpointWriter(folder, keep, facts, round(disk.checkpoint) if disk else 0)
         super().__init__(**trl)
         # Only for transformers' check of a model whose layers are sharded (arguments.py); our checkpoints have an optimizer.

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from sft.errors import PlanError
+from sft.files import cache_folder
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
 
@@ -26,8 +27,7 @@ FOLDER = "TORCH_EXTENSIONS_DIR"
 def own_folder() -> Path:
     """The folder of this environment on this machine. Homes are shared between machines, whose builds could not see each other's locks."""
     built_with = [sys.prefix, sys.version, version("torch"), version("deepspeed"), socket.gethostname()]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "torch_extensions" / f"sft-{sha256(chr(10).join(built_with).encode()).hexdigest()[:12]}"
+    return cache_folder() / "torch_extensions" / f"sft-{sha256(chr(10).join(built_with).encode()).hexdigest()[:12]}"
 
 
 def prepare_builds(needed: bool) -> list[str]:
