@@ -123,7 +123,9 @@ def test_an_error_costs_the_task_and_is_reported_once(run: Run, ranks: Ranks) ->
     assert [row["task"] for row in json.loads(compared.read_text())["metrics"]] == ["whole"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.extra)]
+)
 def test_a_signal_ends_all_processes(number: signal.Signals, status: int, run: Run, start: Start) -> None:
     task = write_own_task(run, "slow", range(4), score="takes_long")
     words = [sys.executable, "-m", "eval.run", run.path, f"tasks={task}", "processes=2", "confirm_run_task_code=true"]
