@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sft.model.quantization import dequantized, is_quantized
-from sft.parallel.process_group import is_rank_0
 
 # Merged adapters are summed in another order, maybe on another device: the norm of the difference may be this share of the update's norm.
 # In bf16 one element in hundreds of a small update is rounded the other way, up to 8% of its norm. A missing adapter makes 100%.
@@ -27,14 +26,14 @@ class LiveTensor:
     """In the model without engine and adapters; a tied weight has several."""
 
     value: torch.Tensor
-    """On the CPU; empty on all ranks but rank 0."""
+    """On the CPU; empty on ranks that only take part."""
 
     allowed: float
     """Norm of the difference that rounding may make; 0 except for merged adapters."""
 
 
-def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
-    """Yield each parameter and persistent buffer once, in a dtype or its own. Every rank takes part, to the end.
+def live_tensors(model: Any, dtype: torch.dtype | None, keep: bool = True) -> Iterator[LiveTensor]:
+    """Yield each parameter and persistent buffer once, in a dtype or its own. Every rank takes part, to the end; values are where `keep`.
 
     The model comes without the engine's wrapper and PEFT's; its layers may hold adapters. Under FSDP2 it must be sharded.
     """
@@ -43,7 +42,7 @@ def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
         for name, tensor in _tensors_of(module):
             found.setdefault(id(tensor), ([], module, name, tensor))[0].append(path + name)
     for names, module, name, tensor in found.values():
-        yield LiveTensor(tuple(names), *_value(module, name, tensor, dtype))
+        yield LiveTensor(tuple(names), *_value(module, name, tensor, dtype, keep))
 
 
 def _modules(module: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -66,14 +65,16 @@ def _tensors_of(module: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, float]:
-    """The full tensor on rank 0, and the difference that is allowed."""
+def _value(
+    module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, keep: bool
+) -> tuple[torch.Tensor, float]:
+    """The full tensor where it is kept, and the difference that is allowed."""
 
     def full(value: torch.Tensor, rounds: bool = True) -> torch.Tensor:
         if rounds and dtype is not None and value.is_floating_point():
             value = value.to(dtype)
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        return value.cpu() if is_rank_0() else torch.empty(0)
+        return value.cpu() if keep else torch.empty(0)
 
     if hasattr(module, "token_adapter"):
         adapter = module.token_adapter
@@ -93,7 +94,7 @@ def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | No
         base = base_weight()
         delta = sum(full(module.get_delta_weight(adapter), rounds=False).float() for adapter in module.active_adapters)
         merged = base.float() + delta
-        if is_rank_0():
+        if keep:
             merged = _with_lengths(module, merged)
     merged = merged.to(base.dtype)
     update = float((merged.float() - base.float()).norm())

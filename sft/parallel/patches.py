@@ -3,6 +3,8 @@
 `AcceleratorState.__init__`                  silently takes CPU ranks for DDP where FSDP2 was requested
 `ParallelismConfig._validate_accelerator`    refuses parallel configurations over CPU ranks
 `fsdp2_prepare_auto_wrap_policy`             by size it wraps lists of modules too, which torch refuses
+
+Not replaced but overridden, private methods among them: those of torch's `PipelineStage` in sft/parallel/pipeline.py.
 """
 
 from __future__ import annotations

@@ -27,14 +27,15 @@ def divisors(number: int) -> list[int]:
 
 def _groups(recipe: Recipe) -> str:
     """The keys that make ranks work on one batch together, with their sizes; empty where there are none."""
-    keys = ("tensor_parallel_size", "sequence_parallel_size")
+    keys = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size")
     sizes = {key: getattr(recipe.train, key) for key in keys}
     return " x ".join(f"train.{key}={size}" for key, size in sizes.items() if size > 1)
 
 
 def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[int]:
     """Ranks, or groups that share a batch, each with sequences of its own. Raises PlanError if the ranks do not divide into groups."""
-    groups, size = _groups(recipe), recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size
+    train, groups = recipe.train, _groups(recipe)
+    size = train.tensor_parallel_size * train.sequence_parallel_size * train.pipeline_parallel_size
     if hardware.ranks % size:
         raise PlanError(
             f"{groups}: groups of {size} ranks, and {hardware.ranks} is no multiple of that. Start a multiple of {size}, or lower the size."
@@ -156,6 +157,11 @@ def _micro_batch(
     if tuned and tuned.micro_batch_size and share % tuned.micro_batch_size == 0:
         return Decision(tuned.micro_batch_size, tuned.reason)
     budget, why = _token_budget(recipe, hardware, attention)
+    stages = recipe.train.pipeline_parallel_size
+    if stages > 1:
+        # Four micro-batches a stage leave less than a fifth of the time idle.
+        budget = min(budget, max(1, share // (4 * stages)) * recipe.sequence_length)
+        why = f"{why}, and four micro-batches for each of {stages} stages"
     sizes = [one for one in reversed(divisors(share)) if one == 1 or one * recipe.sequence_length <= budget]
     size = next((one for one in sizes if fits(one)), 1)
     full = f"; {sizes[0]} would not fit" if size < sizes[0] else ""

@@ -15,6 +15,7 @@ from sft.plan.hardware import Hardware
 from sft.plan.memory import ENGINES, engine_of, estimate_memory
 from sft.plan.memory_estimate import GIB, MemoryEstimate, memory_bars
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
+from sft.plan.pipeline import PIPELINE
 from sft.plan.plan import Decision
 from sft.plan.precision import resolve_precision
 from sft.recipe.schema import Recipe
@@ -109,8 +110,8 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
 def planned_memory(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
 ) -> MemoryEstimate | None:
-    """What the engine that runs needs; None on a CPU, and where the model's size is not known."""
-    if hardware.gpu is None or model.parameters is None:
+    """What the engine that runs needs; None on a CPU, for pipeline stages, and where the model's size is not known."""
+    if hardware.gpu is None or model.parameters is None or recipe.train.pipeline_parallel_size > 1:
         return None
     return estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
 
@@ -120,7 +121,9 @@ def resolve_memory(
 ) -> Decision[float | None]:
     """GiB that each GPU needs, and the sum, with a warning where that is more than there is."""
     if estimate is None:
-        why = "the model's size is not known before it is downloaded" if hardware.gpu else "on a CPU nothing is counted"
+        why = (
+            "not counted for stages, or the model is not downloaded" if hardware.gpu else "on a CPU nothing is counted"
+        )
         return Decision(None, why)
     how = "activations simulated" if estimate.simulated else "by arithmetic"
     words = f"{how}, for a micro-batch of {micro_batch_size}: {estimate.words}"
@@ -141,7 +144,7 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
 def resolve_engine(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None
 ) -> Decision[str]:
-    """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2` or `tensor parallel`, as it will run."""
+    """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2`, `tensor parallel` or `pipeline parallel`, as it will run."""
     ranks, fsdp = hardware.ranks, resolve_fsdp(recipe, hardware)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
@@ -154,6 +157,9 @@ def resolve_engine(
         engine, reason = "one process", f"{unused}, and there is one process"
     elif recipe.train.tensor_parallel_size > 1:
         engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
+    elif recipe.train.pipeline_parallel_size > 1:
+        stages = recipe.train.pipeline_parallel_size
+        engine, reason = PIPELINE, f"train.pipeline_parallel_size; {stages} stages of {ranks // stages} ranks each"
     else:
         engine, reason = "DDP", f"train.deepspeed is not set; {ranks} ranks each hold the whole model"
     if recipe.train.parallel == "auto":

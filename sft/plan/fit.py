@@ -186,7 +186,7 @@ def _free_levers(recipe: Recipe, hardware: Hardware, base: Case) -> list[Lever]:
     start = 0 if mode is False else modes.index(mode) + 1 if mode in modes and mode is not True else 2
     start = 4 if mode is True else len(modes) if mode == "offload" else start
     engines: list[Values] = []
-    if train.parallel is None and train.tensor_parallel_size == 1:
+    if train.parallel is None and train.tensor_parallel_size == train.pipeline_parallel_size == 1:
         # Of what fits, the engine that communicates least comes first.
         names = ["zero2_offload", "zero3_offload"]
         names = names if hardware.ranks == 1 else ["zero1", "zero2", "zero3", *names]
@@ -269,7 +269,11 @@ def _machines(base: Case, hardware: Hardware) -> Iterator[Proposal]:
 
 def _engines_elsewhere(recipe: Recipe) -> list[Values]:
     """For another machine: the recipe's engine, and the cheapest that fits."""
-    if recipe.train.parallel is not None or recipe.train.tensor_parallel_size > 1:
+    if (
+        recipe.train.parallel is not None
+        or recipe.train.tensor_parallel_size > 1
+        or recipe.train.pipeline_parallel_size > 1
+    ):
         return [{}]
     named = {f"train.{key}": None for key in ("deepspeed", "fsdp") if getattr(recipe.train, key) is not None}
     return [{}, {"train.parallel": "auto"} | named]

@@ -93,6 +93,8 @@ class Plan:
     """Sequences per optimizer step."""
     tensor_parallel_size: Decision[int]
     sequence_parallel_size: Decision[int]
+    pipeline_parallel_size: Decision[int]
+    """Stages."""
     data_parallel_ranks: Decision[int]
     """Ranks, or groups of ranks, that each see sequences of their own."""
     micro_batch_size: Decision[int]

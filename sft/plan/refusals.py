@@ -9,6 +9,7 @@ from sft.hub.model_facts import OVERFLOWS_FP16
 from sft.plan.case import Case
 from sft.plan.layers import kernels_problem
 from sft.plan.optimizer import optimizer_refusals
+from sft.plan.pipeline import pipeline_refusals
 from sft.plan.precision import has_bf16
 from sft.plan.rope import positions, rope_refusals
 from sft.plan.schedule import decay_steps
@@ -31,7 +32,7 @@ def refuse(case: Case) -> None:
         *_quantization(case),
         *_fsdp(case),
     ]
-    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case)]
+    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case), *pipeline_refusals(case)]
     if problems:
         raise PlanError("\n".join(problems))
 

@@ -26,6 +26,7 @@ from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_co
 from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.optimizer import resolve_optimizer
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
+from sft.plan.pipeline import resolve_pipeline_parallel
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult, stated
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import refuse
@@ -88,6 +89,7 @@ def resolve_plan(
         global_batch_size=batch,
         tensor_parallel_size=resolve_tensor_parallel(recipe),
         sequence_parallel_size=resolve_sequence_parallel(recipe),
+        pipeline_parallel_size=resolve_pipeline_parallel(recipe, model, accumulation.value),
         data_parallel_ranks=resolve_data_parallel_ranks(recipe, hardware),
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

@@ -19,6 +19,7 @@ from sft.run.directory import Run
 from sft.train.arguments import training_arguments
 from sft.train.batches import training_sequences
 from sft.train.best import BestCheckpoint
+from sft.train.build import build_trainer, engine_callbacks
 from sft.train.eval_loss import eval_loss_of
 from sft.train.faults import Faults
 from sft.train.hooks import own_callbacks
@@ -28,7 +29,7 @@ from sft.train.profiling import Profile
 from sft.train.runtime_check import RuntimeCheck
 from sft.train.stopping import Stopping, leave_where_stopped
 from sft.train.tracker_runs import FlushTrackers, open_trackers
-from sft.train.trainer import RecipeTrainer, build_trainer, engine_callbacks
+from sft.train.trainer import RecipeTrainer
 from sft.train.watchdog import Watchdog, name_debug_files
 
 MakeEvaluation = Callable[[RecipeTrainer], TrainerCallback]
