@@ -80,11 +80,11 @@ def train(
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
     step = trainer.state.global_step
     leave_where_stopped(job, stopping, step)
-    if recipe.train.callbacks and step < trainer.state.max_steps and distributed.is_rank_0():
-        ended = (
+    if recipe.train.callbacks and best is None and distributed.is_rank_0():
+        early = (
             f"The training ended after step {step} of {trainer.state.max_steps}, before its last: a callback ended it."
         )
-        run.warn("callbacks", None if best else ended)
+        run.warn("callbacks", early if step < trainer.state.max_steps else None)
     seconds = time.monotonic() - started
     lost = distributed.reporting_lost_ranks(recipe, "final/ was written", run)
     with lost, reporting_out_of_memory(job, "final/ was written", trainer):

@@ -33,7 +33,7 @@ from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
 from sft.train.optimizers import build_arguments, build_muon
 from sft.train.regularization import NoisyEmbeddings, smoothed
-from sft.train.speed import StepClock
+from sft.train.speed import StepClock, peak_memory_gib
 from sft.train.stopping import Stopping
 from sft.train.watchdog import EVAL_LOSS, OPTIMIZER, Progress
 
@@ -296,7 +296,7 @@ class RecipeTrainer(CheckpointingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the entropy and accuracy of the target tokens, and without skipped steps in the mean loss."""
         self._metrics["train"].update(self.tally.take(self.accelerator))
-        work = self.work.gather(self.accelerator)
+        work = self.work.gather(self.accelerator, *peak_memory_gib())
         self.state.num_input_tokens_seen += work.tokens if work is not None else 0
         if "loss" in logs and self._skipped:
             trained = self._steps_in_line - self._skipped
