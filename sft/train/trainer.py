@@ -18,6 +18,7 @@ from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError
 from sft.hub.flops import model_flops
 from sft.model.adapters import add_adapters, lora_config, show_head, untrained_rows
+from sft.model.attention import NAME as VARLEN
 from sft.model.compiled_layers import compile_layers
 from sft.model.frozen import freeze
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
@@ -26,7 +27,7 @@ from sft.model.quantization import adapters_stay_fp32
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
-from sft.parallel.patches import cpu_ranks_may_shard
+from sft.parallel.patches import cpu_ranks_may_shard, no_masks_of_packs
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.plan.job import Job
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
@@ -59,10 +60,11 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     average of the ranks' gradients is that of the step, and the fused head's output.
     """
     # With a cache, transformers would not keep the documents of a pack apart.
-    if trainer.smoothing and trainer.model.training:
-        outputs = smoothed(model, inputs, trainer.smoothing)
-    else:
-        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+    with no_masks_of_packs() if trainer.takes_boundaries else nullcontext():
+        if trainer.smoothing and trainer.model.training:
+            outputs = smoothed(model, inputs, trainer.smoothing)
+        else:
+            outputs = model(**inputs, use_cache=False, fused_lm_head=True)
     tokens = outputs.label_mask.sum() if tokens_in_step is None else torch.as_tensor(tokens_in_step)
     loss = -outputs.log_probs.sum() / tokens.clamp(min=1)
     if tokens_in_step is not None and trainer.args.average_tokens_across_devices:
@@ -112,6 +114,9 @@ class RecipeTrainer(CheckpointingTrainer):
         self.stopping, self.faults = stopping, faults
         self.order, self.clock = sequences.order(job.recipe.train.seed), StepClock(job.hardware.gpu is not None)
         self.progress, self.tally, self._skipped = Progress(), Tally(), 0
+        attention = job.plan.attention.value
+        self.takes_boundaries = job.recipe.data.packing and attention.startswith((VARLEN, "flash_attention"))
+        """Whether the attention function is given where documents end, and needs no mask."""
         self._batches = self._passes = 0
         """Micro-batches of the step, and how many of them went into the model."""
         # SFTTrainer takes a dataset of its own library only, and never reads this one.
