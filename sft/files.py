@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,33 @@ def read_json(path: Path) -> Any:
         raise RunError(
             f"{path} cannot be read: {error}. Restore it from a copy, or start a new run with train.resume=never."
         ) from None
+
+
+def cache_folder() -> Path:
+    """The user's cache: $XDG_CACHE_HOME or ~/.cache; of a user without a home, the folder of temporary files."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return Path(tempfile.gettempdir())
+
+
+_made: dict[Path, Any] = {}
+
+
+def cached(kind: str, follows_from: object, make: Callable[[], Any]) -> Any:
+    """A JSON value from the user's cache, by all that it follows from; made where it is not there, and kept unless it is None."""
+    key = sha256(json.dumps(follows_from, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    file = cache_folder() / "sft" / kind / f"{key}.json"
+    if file not in _made:
+        with suppress(OSError, ValueError):
+            _made[file] = json.loads(file.read_text(encoding="utf-8"))
+    if file not in _made:
+        _made[file] = make()
+        with suppress(OSError):
+            if _made[file] is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_json(file, _made[file])
+    return _made[file]
 
 
 def remove(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sft.files import write_json
+from sft.files import cache_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ def known_tasks(files: Sequence[Path] | None = None) -> TaskIndex:
     """The index of the installed lm_eval, cached in the environment, which may be read-only, or in the user's cache."""
     if files is None:
         name = f"lm_eval-{version('lm_eval')}-names.json"
-        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        files = [Path(sys.prefix) / "cache" / name, user / "sft-recipes" / name]
+        files = [Path(sys.prefix) / "cache" / name, cache_folder() / "sft-recipes" / name]
     sets = ("names", "unsafe", "metrics")
     for file in files:
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sft.model.quantization import dequantized, is_quantized
-from sft.parallel.process_group import is_rank_0
 
 # Merged adapters are summed in another order, maybe on another device: the norm of the difference may be this share of the update's norm.
 # In bf16 one element in hundreds of a small update is rounded the other way, up to 8% of its norm. A missing adapter makes 100%.
@@ -27,14 +26,14 @@ class LiveTensor:
     """In the model without engine and adapters; a tied weight has several."""
 
     value: torch.Tensor
-    """On the CPU; empty on all ranks but rank 0."""
+    """On the CPU; empty on ranks that only take part."""
 
     allowed: float
     """Norm of the difference that rounding may make; 0 except for merged adapters."""
 
 
-def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
-    """Yield each parameter and persistent buffer once, in a dtype or its own. Every rank takes part, to the end.
+def live_tensors(model: Any, dtype: torch.dtype | None, keep: bool = True) -> Iterator[LiveTensor]:
+    """Yield each parameter and persistent buffer once, in a dtype or its own. Every rank takes part, to the end; values are where `keep`.
 
     The model comes without the engine's wrapper and PEFT's; its layers may hold adapters. Under FSDP2 it must be sharded.
     """
@@ -43,12 +42,12 @@ def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
         for name, tensor in _tensors_of(module):
             found.setdefault(id(tensor), ([], module, name, tensor))[0].append(path + name)
     for names, module, name, tensor in found.values():
-        yield LiveTensor(tuple(names), *_value(module, name, tensor, dtype))
+        yield LiveTensor(tuple(names), *_value(module, name, tensor, dtype, keep))
 
 
 @torch.no_grad()
-def live_adapters(model: Any, names: Mapping[str, str]) -> Iterator[LiveTensor]:
-    """Yield each trained parameter once, as PEFT saves it without merging. Every rank takes part, to the end.
+def live_adapters(model: Any, names: Mapping[str, str], keep: bool = True) -> Iterator[LiveTensor]:
+    """Yield each trained parameter once, as PEFT saves it without merging. Every rank takes part, to the end; values are where `keep`.
 
     Args:
         model: With PEFT's wrapper, and without the engine's; under FSDP2 it must be sharded.
@@ -61,7 +60,7 @@ def live_adapters(model: Any, names: Mapping[str, str]) -> Iterator[LiveTensor]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or id(parameter) in saved:
             with gathered([parameter]):
-                yield LiveTensor(tuple(saved.get(id(parameter), [name])), _full(parameter), 0.0)
+                yield LiveTensor(tuple(saved.get(id(parameter), [name])), _full(parameter, keep), 0.0)
 
 
 def _modules(module: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -84,16 +83,17 @@ def _tensors_of(module: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, float]:
-    """The full tensor on rank 0, and the difference that is allowed."""
-
+def _value(
+    module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, keep: bool
+) -> tuple[torch.Tensor, float]:
+    """The full tensor where it is kept, and the difference that is allowed."""
     if hasattr(module, "token_adapter"):
         adapter = module.token_adapter
-        return _full(adapter.get_merged_weights(adapter.active_adapters), dtype), 0.0
+        return _full(adapter.get_merged_weights(adapter.active_adapters), keep, dtype), 0.0
     layer = module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
     def base_weight() -> torch.Tensor:
-        return _full(dequantized(layer) if name == "weight" and is_quantized(layer) else tensor, dtype)
+        return _full(dequantized(layer) if name == "weight" and is_quantized(layer) else tensor, keep, dtype)
 
     if not hasattr(module, "get_delta_weight") or name != "weight":
         with gathered([tensor]):
@@ -103,20 +103,20 @@ def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | No
     adapters = [parameter for parameter in module.parameters() if id(parameter) not in base_parameters]
     with gathered([tensor, *adapters]):
         base = base_weight()
-        delta = sum(_full(module.get_delta_weight(adapter)).float() for adapter in module.active_adapters)
+        delta = sum(_full(module.get_delta_weight(adapter), keep).float() for adapter in module.active_adapters)
         merged = base.float() + delta
-        if is_rank_0():
+        if keep:
             merged = _with_lengths(module, merged)
     merged = merged.to(base.dtype)
     update = float((merged.float() - base.float()).norm())
     return merged, _OF_AN_UPDATE[base.dtype] * update + _OF_FP32 * float(base.float().norm())
 
 
-def _full(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """All ranks' shards, in a dtype or their own, on rank 0's CPU; elsewhere nothing."""
+def _full(value: torch.Tensor, keep: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """All ranks' shards, in a dtype or their own, on the CPU where they are kept; elsewhere nothing."""
     value = value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
     value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.cpu() if is_rank_0() else torch.empty(0)
+    return value.cpu() if keep else torch.empty(0)
 
 
 def _with_lengths(module: Any, merged: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ NAME = "manifest.json"
 FORMAT = 1
 _THREADS = 4
 _LEFT_BY_SYSTEMS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store")
-_OF_A_RANK = re.compile(r"(?:pp_rank_|rng_state_|^__)(\d+)(?:_|\.)")
-"""DeepSpeed's, transformers' and torch's names of what each rank writes for itself."""
+_OF_A_RANK = re.compile(r"(?:pp_rank_|rng_state_|^optimizer_|^__)(\d+)(?:_|\.)")
+"""DeepSpeed's, transformers', torch's and our own names of what each rank writes for itself."""
 
 Entry = dict[str, Any]
 

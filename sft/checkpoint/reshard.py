@@ -5,6 +5,7 @@ Nothing is converted on disk: files are mapped into memory, and only what a para
 DeepSpeed, ZeRO-1 to 3       sft/checkpoint/zero.py
 one process, DDP, TP         model.safetensors or adapter_model.safetensors, and optimizer.pt, whose state is by number
 FSDP2, sharded               pytorch_model_fsdp_0/ and optimizer_0/, torch's distributed checkpoint
+pipeline stages              weights as above, and optimizer_<rank>.pt of each stage, by name
 FSDP2, full                  pytorch_model_fsdp.bin and optimizer.bin, by name
 """
 
@@ -33,6 +34,7 @@ from sft.parallel.full_tensors import shard_of
 from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.process_group import is_rank_0
 from sft.plan.parallelism import FSDP2
+from sft.plan.pipeline import PIPELINE
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ def open_full(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) -
     """A checkpoint's trained parameters, by name; a RunError where files of it are missing."""
     if writer.zero_stage is not None:
         names, read = open_zero(checkpoint)
+    elif writer.engine == PIPELINE:
+        names, read = _open_stages(checkpoint, adapter_names)
     elif writer.engine == FSDP2:
         # accelerate saves adapters' weights under PEFT's names, and their moments under the parameters' own.
         saved_as = {name: saved for saved, name in adapter_names.items()}
@@ -80,6 +84,13 @@ def _open_numbered(checkpoint: Path, parameters: tuple[str, ...], adapter_names:
         return masters[name] if name in masters else weights[name]()
 
     return set(parameters), read
+
+
+def _open_stages(checkpoint: Path, adapter_names: dict[str, str]) -> Opened:
+    weights, entries = _open_weights(checkpoint, adapter_names), dict[str, dict[str, torch.Tensor]]()
+    for file in checkpoint.glob("optimizer_*.pt"):
+        entries |= load_mapped(file)
+    return set(entries), lambda name, what: weights[name]() if what == WEIGHT else entries[name][what]
 
 
 def _open_weights(checkpoint: Path, adapter_names: dict[str, str]) -> dict[str, Callable[[], torch.Tensor]]:
@@ -135,8 +146,10 @@ def _open_full(checkpoint: Path, saved_as: dict[str, str]) -> Opened:
     return set(moments), read
 
 
-def source_names(module: torch.nn.Module, tensors: FullTensors) -> dict[str, str]:
+def source_names(module: torch.nn.Module, tensors: FullTensors, is_part: bool = False) -> dict[str, str]:
     """The names in the checkpoint by those of the trained parameters here: a tied weight may go by another of its names.
+
+    `is_part`: other ranks have other parameters.
 
     Raises:
         RunError: They are not the same parameters.
@@ -147,7 +160,7 @@ def source_names(module: torch.nn.Module, tensors: FullTensors) -> dict[str, str
             aliases.setdefault(id(parameter), []).append(name)
     found = {names[0]: [name for name in names if name in tensors.names] for names in aliases.values()}
     missing = [name for name, names in found.items() if not names]
-    extra = tensors.names - {name for names in aliases.values() for name in names}
+    extra = set() if is_part else tensors.names - {name for names in aliases.values() for name in names}
     if missing or extra:
         raise RunError(
             f"{tensors.checkpoint} holds other parameters: {len(missing)} trained here are not in it ({missing[:1]}), {len(extra)} in it "
@@ -223,7 +236,7 @@ def start_random_streams(seed: int, step: int, rank: int) -> None:
 
 def with_parameters(writer: Writer, model: torch.nn.Module, optimizer: Any) -> Writer:
     """Add the names of the optimizer's parameters in its order, where its state is by number."""
-    if writer.deepspeed is not None or writer.state_dict_type is not None:
+    if writer.deepspeed is not None or writer.state_dict_type is not None or writer.engine == PIPELINE:
         return writer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights, _ = _weights_and_stepped(getattr(optimizer, "optimizer", optimizer))

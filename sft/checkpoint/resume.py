@@ -132,6 +132,7 @@ class Writer:
 
     tensor_parallel: int = 1
     sequence_parallel: int = 1
+    pipeline_parallel: int = 1
     parameters: tuple[str, ...] = ()
     """The trained ones in the optimizer's order, where its state is by number and not by name; known when it is written."""
 
@@ -149,7 +150,7 @@ class Writer:
     @property
     def format(self) -> tuple[Any, ...]:
         """What an engine's own files fit."""
-        groups = (self.tensor_parallel, self.sequence_parallel)
+        groups = (self.tensor_parallel, self.sequence_parallel, self.pipeline_parallel)
         return (self.engine, self.ranks, self.weights, self.precision, self.deepspeed, *groups)
 
     def __str__(self) -> str:
@@ -158,6 +159,8 @@ class Writer:
         sizes = {"tensor": self.tensor_parallel, "sequence": self.sequence_parallel}
         groups = "".join(f", {name} parallel over {size}" for name, size in sizes.items() if size > 1)
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} under {self.engine}"
+        if self.pipeline_parallel > 1:
+            return f"{ranks}, {self.pipeline_parallel} stages"
         return ranks if self.engine == "tensor parallel" else ranks + groups
 
 
@@ -189,6 +192,7 @@ def writer_here(job: Job) -> Writer:
         state_dict_type=job.fsdp.state_dict_type if job.fsdp else None,
         tensor_parallel=train.tensor_parallel_size,
         sequence_parallel=train.sequence_parallel_size,
+        pipeline_parallel=train.pipeline_parallel_size,
     )
 
 

@@ -134,7 +134,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         model, found = unwrapped(self.trainer), (list[str](), 0)
         reshard(self.trainer.model)
         with distributed.barrier_at_end():  # reading the files may take minutes on rank 0
-            live = live_tensors(model, self._dtype())
+            live = self.trainer.of_all_stages(live_tensors(model, self._dtype(), self.trainer.holds_tensors))
             if distributed.is_rank_0():
                 problems, count = compare_tensors(as_in_files(live, model), folder)
                 trusts_code = self.job.recipe.model.trust_remote_code
@@ -149,7 +149,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         reshard(self.trainer.model)
         names, problems = distributed.from_rank_0(lambda: read_adapters(folder, model.config, self.job.recipe.model))
         with distributed.barrier_at_end():
-            live = live_adapters(model, names)
+            live = live_adapters(model, names, self.trainer.holds_tensors)
             if distributed.is_rank_0():
                 differing, count = compare_tensors(live, folder)
                 found = problems + differing, count

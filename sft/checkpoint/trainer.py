@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
@@ -31,10 +31,13 @@ from sft.checkpoint.write import CheckpointWriter
 from sft.checkpoint.zero import load_zero
 from sft.parallel.fsdp import units_as_planned
 from sft.parallel.full_tensors import full_optimizer_state, full_state
+from sft.parallel.process_group import is_rank_0
 from sft.parallel.tensor import is_tensor_parallel
 from sft.plan.disk import estimate_disk
 from sft.plan.job import Job
 from sft.run.directory import INCOMPLETE
+
+Item = TypeVar("Item")
 
 
 class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
@@ -51,19 +54,29 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         self, job: Job, resume_plan: ResumePlan | None, saving: Callable[[], AbstractContextManager[None]], **trl: Any
     ) -> None:
         self.job, self.resume_plan, self.saving = job, resume_plan, saving
-        # Checkpoints of tensor parallelism hold full tensors, as transformers saves no others.
-        tensor_parallel = job.recipe.train.tensor_parallel_size > 1
-        self.reshards = resume_plan is not None and (resume_plan.reshards or tensor_parallel)
+        # Checkpoints of tensor and pipeline parallelism hold full tensors by name, as transformers saves no others.
+        train = job.recipe.train
+        by_name = max(train.tensor_parallel_size, train.pipeline_parallel_size) > 1
+        self.reshards = resume_plan is not None and (resume_plan.reshards or by_name)
         facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         self.writer = writer_here(job)
         folder, keep = Path(trl["args"].output_dir), job.recipe.train.save_total_limit
-        disk = estimate_disk(job.case)
+        disk = estimate_disk(job)
         self.checkpoints = CheckpointWriter(folder, keep, facts, round(disk.checkpoint) if disk else 0)
         super().__init__(**trl)
         # Only for transformers' check of a model whose layers are sharded (arguments.py); our checkpoints have an optimizer.
         self.args.save_only_model = False
 
     # Saving.
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the live tensors are gathered on this rank."""
+        return is_rank_0()
+
+    def of_all_stages(self, items: Iterable[Item]) -> Iterator[Item]:
+        """What rank 0 has, with what it has not because others do; every rank takes part, to the end of the iterator."""
+        return iter(items)
 
     def _get_output_dir(self, trial: Any) -> str:
         # Where a checkpoint is written until it is complete.
@@ -137,9 +150,12 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _open(self, plan: ResumePlan) -> tuple[Any, FullTensors, dict[str, str]]:
         """The live model, the checkpoint's full tensors, and their names by those of the live trained parameters."""
-        module = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         tensors = open_full(plan.checkpoint, plan.writer, adapter_names(module))
-        return module, tensors, source_names(module, tensors)
+        return module, tensors, self._source_names(module, tensors)
+
+    def _source_names(self, module: Any, tensors: FullTensors) -> dict[str, str]:
+        return source_names(module, tensors)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.reshards:  # else once the optimizer exists

@@ -118,12 +118,7 @@ def matmul_weights(model: Any) -> Matmuls | None:
             continue
         routed = "experts" in name.split(".")
         for kind, parameter in module._parameters.items():
-            # Under ZeRO-3 a rank holds a flat shard.
-            shape = () if parameter is None else tuple(getattr(parameter, "ds_shape", parameter.shape))
-            if (
-                kind == "weight" and getattr(module, "quant_state", None) is not None
-            ):  # bitsandbytes packs 4-bit weights
-                shape = tuple(module.quant_state.shape)
+            shape = () if parameter is None else full_shape(module, kind)
             if len(shape) < 2 or "bias" in kind:
                 continue
             if len(shape) != (3 if routed else 2) or (routed and not active):
@@ -132,6 +127,14 @@ def matmul_weights(model: Any) -> Matmuls | None:
             place = "head_" if id(module) in in_head else ""
             counts[place + ("trained" if parameter.requires_grad else "frozen")] += size
     return Matmuls(**counts)
+
+
+def full_shape(module: Any, kind: str) -> tuple[int, ...]:
+    """The shape of a module's parameter before bitsandbytes packs a 4-bit weight, or ZeRO-3 leaves a rank a flat shard."""
+    parameter, packed = module._parameters[kind], getattr(module, "quant_state", None)
+    if kind == "weight" and packed is not None:
+        return tuple(packed.shape)
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def model_flops(model: Any) -> ModelFlops | None:

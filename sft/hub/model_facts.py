@@ -7,15 +7,19 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from sft.errors import ModelError
+from sft.files import cached
 from sft.hub.flops import ModelFlops, model_flops
-from sft.hub.names import hub_answers, is_commit, model_path
+from sft.hub.names import model_file, model_path
 from sft.hub.remote_code import check_remote_code
 from sft.hub.weights import check_weight_files, has_weights
-from sft.recipe.schema import Recipe
+from sft.recipe.schema import Lora, Recipe
 
 ENCODERS = frozenset(
     "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer "
@@ -140,11 +144,18 @@ class ModelFacts:
     has_liger: bool | None = None
     """Whether Liger replaces layers of the class that loads."""
 
-    config: Any = field(default=None, compare=False, repr=False)
-    """transformers' configuration, from which an empty model can be built; None for a model that brings its own code."""
+    config: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    """config.json, from which an empty model can be built; None for a model that brings its own code."""
 
     commit: str | None = None
     """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
+
+    def adapter_parameters(self, lora: Lora | None) -> int | None:
+        """Parameters of adapters, at most: as if each linear layer had one, and what is trained whole were an embedding; 0 without any."""
+        if lora is None or self.linear_widths is None:
+            return None if lora else 0
+        whole = len(lora.modules_to_save) * (self.vocab_size or 0) * (self.hidden_size or 0)
+        return max([lora.r, *lora.rank_pattern.values()]) * self.linear_widths + whole
 
     @property
     def body_parameters(self) -> int:
@@ -159,31 +170,45 @@ class ModelFacts:
         return self.body_parameters // self.num_hidden_layers or self.parameters
 
 
-def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False) -> ModelFacts:
+def inspect_model(recipe: Recipe, to_run: bool = True, for_data: bool = False) -> ModelFacts:
     """Find out what the plan needs of the recipe's model, from its configuration and an empty model on torch's meta device.
 
-    With `download`, config.json of a hub model that is not cached is fetched, and a folder must hold weights. `for_data` is only what
-    preparing the data needs: where config.json says it, torch and transformers are not imported. Raises ModelError where the model does
-    not exist, is no decoder, its config.json is none, its files are not whole, or it has code that may not be run.
+    config.json of a hub model is fetched where it can be. What follows from it is kept in the user's cache, so that torch and transformers
+    are imported once for each. With `to_run`, a folder must hold weights; `for_data` is only what preparing the data needs. Raises
+    ModelError where the model does not exist, is no decoder, its config.json is none, its files are not whole, or it has code that may not
+    be run.
     """
     path, model = model_path(recipe), recipe.model
-    file = _find(path, model.revision, "config.json", download)
+    file = model_file(path, model.revision, "config.json")
     if file is None:
         check_remote_code(model, path, None, {}, {})  # for what the recipe alone shows
         return ModelFacts(path)
     settings = _read_config(file)
     commit = file.parent.name if file.parent.parent.name == "snapshots" else None
-    revision = commit or model.revision
-    tokenizer_settings = _read_json(_find(path, revision, "tokenizer_config.json", download))
+    tokenizer_settings = _read_json(model_file(path, commit or model.revision, "tokenizer_config.json"))
     check_remote_code(model, path, commit, settings, tokenizer_settings)
-    if Path(path).is_dir() and (download or has_weights(Path(path))):
+    if Path(path).is_dir() and (to_run or has_weights(Path(path))):
         check_weight_files(Path(path), settings)
     text = settings.get("text_config") or settings
     if for_data and isinstance(text.get("vocab_size"), int):
         return ModelFacts(
             path, text.get("model_type", settings.get("model_type")), vocab_size=text["vocab_size"], commit=commit
         )
-    config = load_config(path, revision, model.trust_remote_code)
+    if model.trust_remote_code:  # code of its own may change
+        return _inspected(recipe, path, commit, settings)
+    code = [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("model_facts.py", "flops.py")]
+    follows_from = [settings, model.freeze, code, version("torch"), version("transformers")]
+    facts = TypeAdapter(ModelFacts)
+
+    def inspect() -> Any:
+        return facts.dump_python(_inspected(recipe, path, commit, settings), mode="json")
+
+    return replace(facts.validate_python(cached("models", follows_from, inspect)), path=path, commit=commit)
+
+
+def _inspected(recipe: Recipe, path: str, commit: str | None, settings: dict[str, Any]) -> ModelFacts:
+    model = recipe.model
+    config = load_config(path, commit or model.revision, model.trust_remote_code)
     check_decoder(config, model.name_or_path)
     empty = None
     try:
@@ -191,10 +216,12 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
     except ModelError:
         if not model.trust_remote_code:  # its own code may need more than the meta device
             raise
-    facts = replace(
-        _facts(path, config.get_text_config(), empty, commit), config=config if _is_of_transformers(empty) else None
+    return replace(
+        _facts(path, config.get_text_config(), empty, commit),
+        config=settings if _is_of_transformers(empty) else None,
+        frozen_parameters=_frozen(empty, model.freeze),
+        quantization=_quantization(config),
     )
-    return replace(facts, frozen_parameters=_frozen(empty, model.freeze), quantization=_quantization(config))
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
@@ -282,6 +309,11 @@ def _value(config: Any, name: str) -> Any:
         return None
 
 
+def _number(config: Any, name: str) -> int | None:
+    found = _value(config, name)  # of some models a list, with one for each layer
+    return found if isinstance(found, int) else None
+
+
 def _linear_layers(model: Any) -> list[Any]:
     """But the output head."""
     from torch.nn import Linear
@@ -313,6 +345,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
     same = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings".split()
     )
+    sizes: dict[str, Any] = {name: _number(config, name) for name in same}
     layer_types = _value(config, "layer_types") or ["sliding_attention"]
     has_window = _value(config, "use_sliding_window") is not False and "sliding_attention" in layer_types
     dtype = _value(config, "dtype")
@@ -322,8 +355,8 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
         model_type=config.model_type,
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         parameters=model.num_parameters() if model else None,
-        num_key_value_heads=_value(config, "num_key_value_heads") or _value(config, "num_attention_heads"),
-        sliding_window=_value(config, "sliding_window") if has_window else None,
+        num_key_value_heads=_number(config, "num_key_value_heads") or _number(config, "num_attention_heads"),
+        sliding_window=_number(config, "sliding_window") if has_window else None,
         architecture=read_architecture(model, config) if model else None,
         linear_parameters=sum(one.weight.numel() for one in linear) if model else None,
         linear_widths=sum(sum(one.weight.shape) for one in linear) if model else None,
@@ -331,7 +364,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
         commit=commit,
         rope_type=_rope_type(config),
         has_liger=_is_of_transformers(model) and model.config.model_type in LIGER_TYPES,
-        **{name: _value(config, name) for name in same},
+        **sizes,
     )
 
 
@@ -364,32 +397,3 @@ def read_architecture(model: Any, config: Any) -> Architecture | None:
         dropout=max(float(_value(config, name) or 0.0) for name in _DROPOUT),
         tensor_plan=frozenset((config.base_model_tp_plan or {}).values()),
     )
-
-
-def _find(path: str, revision: str | None, file: str, download: bool) -> Path | None:
-    """A file of a model; of a hub model's branch the newest where the hub answers, since the cache may hold an older commit."""
-    if Path(path).is_dir():
-        return Path(path) / file
-    if not download:
-        return None
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        cached = try_to_load_from_cache(path, file, revision=revision)
-        known = Path(cached) if isinstance(cached, str) else None
-        if known and is_commit(revision):
-            return known
-        if not hub_answers():
-            # What loads from here on takes the cache at once: upstream's own calls retry for a minute.
-            constants.HF_HUB_OFFLINE = True
-            return known
-        return Path(hf_hub_download(path, file, revision=revision))
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"model.name_or_path={path}: the hub has no such model, or it needs a login (hf auth login)."
-        ) from None
-    except RevisionNotFoundError:
-        raise ModelError(f"model.revision={revision}: the hub's {path} has no such revision.") from None
-    except (OSError, ValueError):
-        return None

@@ -139,3 +139,30 @@ def model_path(recipe: Recipe) -> str:
             f"model.name_or_path={name}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)}). Copy the tokenizer's files there."
         )
     return str(folder.resolve())
+
+
+def model_file(path: str, revision: str | None, file: str) -> Path | None:
+    """A file of a model; of a hub model's branch the newest where the hub answers, since the cache may hold an older commit."""
+    if Path(path).is_dir():
+        return Path(path) / file
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(path, file, revision=revision)
+        known = Path(cached) if isinstance(cached, str) else None
+        if known and is_commit(revision):
+            return known
+        if not hub_answers():
+            # What loads from here on takes the cache at once: upstream's own calls retry for a minute.
+            constants.HF_HUB_OFFLINE = True
+            return known
+        return Path(hf_hub_download(path, file, revision=revision))
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"model.name_or_path={path}: the hub has no such model, or it needs a login (hf auth login)."
+        ) from None
+    except RevisionNotFoundError:
+        raise ModelError(f"model.revision={revision}: the hub's {path} has no such revision.") from None
+    except (OSError, ValueError):
+        return None

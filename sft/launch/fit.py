@@ -11,9 +11,9 @@ from sft.launch.checks import check_installed
 from sft.launch.job import check_recipe, checked_model
 from sft.launch.rerun import recipe_of
 from sft.launch.topology import read_topology
-from sft.plan.fit import Fit, Proposal, describe, fit, gib
+from sft.plan.fit import Fit, Proposal, describe, fit
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
-from sft.plan.memory import GIB
+from sft.plan.memory_estimate import GIB
 from sft.plan.plan import print_plan
 from sft.recipe.load import load_recipe
 from sft.recipe.local_code import check_code
@@ -76,7 +76,7 @@ def _say_it_fits(found: Fit, hardware: Hardware, word: str, file: Path | None) -
     assert found.memory
     assert hardware.gpu
     room = hardware.gpu.memory_gib - found.memory.gpu_bytes / GIB
-    fits = f"{word} fits on {hardware.device}: {gib(found.memory, hardware)}, {room:.1f} GiB to spare, by the plan's estimate."
+    fits = f"{word} fits on {hardware.device}: {found.memory.short}, {room:.1f} GiB to spare, by the plan's estimate."
     if file is not None:
         raise PlanError(f"--write {file}: {fits} There is nothing to change.")
     smaller = int(0.9 * hardware.gpu.memory_gib)
@@ -90,7 +90,7 @@ def _lines(proposals: Sequence[Proposal]) -> list[str]:
         lines.append(f"{number:>3}. {describe(one)}")
         engine = one.case.plan.engine.value + (" with offload" if one.case.offloads else "")
         hours = f"; {one.case.plan.time.value} in all" if one.case.plan.time.value else ""
-        details = {"memory": f"{gib(one.memory, one.case.hardware)}, {engine}", "time": one.cost + hours}
+        details = {"memory": f"{one.memory.short}, {engine}", "time": one.cost + hours}
         details["result"] = one.result
         lines += [f"     {name + ':':<8}{words}" for name, words in details.items()]
     return lines

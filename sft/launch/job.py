@@ -76,7 +76,9 @@ def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
     model = checked_model(recipe, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, checked.data, deepspeed)
-    return Job(recipe, checked.path, checked.overrides, hardware, model, deepspeed, plan, checked.data)
+    return Job(
+        recipe, hardware, model, deepspeed, plan, checked.data, recipe_path=checked.path, overrides=checked.overrides
+    )
 
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
@@ -103,7 +105,7 @@ def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe
 
 def checked_model(recipe: Recipe, to_run: bool = True, for_data: bool = False) -> ModelFacts:
     """What inspect_model finds of the recipe's model, which must be at hand to run. Raises ModelError."""
-    model = inspect_model(recipe, download=to_run, for_data=for_data)
+    model = inspect_model(recipe, to_run, for_data)
     if to_run and model.model_type is None:
         raise ModelError(
             f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "

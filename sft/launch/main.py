@@ -63,11 +63,11 @@ def show_plan(
     title = f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}"
     warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, prepared.facts() if prepared else None)
     if as_json:
-        time = estimate_time(job.case)
+        time = estimate_time(job)
         numbers = {"why": time} if isinstance(time, str) else time.as_json(price)
         print(json.dumps(job.plan.as_json(time=numbers, warnings=list(warnings)), indent=2, default=str))
         return
-    cost = [] if price is None else [cost_line(job.case, price)]
+    cost = [] if price is None else [cost_line(job, price)]
     print_plan(job.plan, title, [*cost, *(f"Warning: {warning}" for warning in warnings)])
 
 

@@ -166,7 +166,7 @@ def disk(job: Job) -> Check:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    needed = estimate_disk(job.case, there)
+    needed = estimate_disk(job, there)
     if needed is None:
         return Check("disk", f"{in_words(free)} free in {folder}; what is needed is not known before the model loads")
     words = f"{needed.words}: {in_words(needed.total)}"

@@ -39,8 +39,8 @@ from sft.plan.precision import resolve_gradients
 from sft.run.directory import Run
 from sft.train.arguments import training_arguments
 from sft.train.batches import Sequences
+from sft.train.build import build_trainer, engine_callbacks
 from sft.train.out_of_memory import is_out_of_memory
-from sft.train.trainer import build_trainer, engine_callbacks
 
 
 def to_measure(job: Job) -> Job:

@@ -73,8 +73,10 @@ class Trial:
 
 
 def is_tuned(job: Job) -> bool:
-    """Whether the recipe leaves one of the two `auto`, and no DeepSpeed file decides it."""
+    """Whether the recipe leaves one of the two `auto`, and neither a DeepSpeed file nor the number of stages decides it."""
     train, config = job.recipe.train, job.deepspeed.config if job.deepspeed else {}
+    if train.pipeline_parallel_size > 1:
+        return False
     decided = (config.get(key, "auto") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
     return "auto" in (train.micro_batch_size, train.gradient_checkpointing) and {*decided} == {"auto"}
 

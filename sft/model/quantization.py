@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from sft.hub.flops import full_shape
 from sft.model.weight_checks import DTYPES
 from sft.plan.job import Job
 from sft.plan.precision import quant_storage
@@ -67,15 +68,9 @@ def keep_training_arithmetic(model: Any) -> None:
             layer.train = lambda mode=True, layer=layer: layer
 
 
-def shape_of(layer: Any) -> tuple[int, ...]:
-    """The shape of a layer's weight before it was quantized, of one that is not quantized its own."""
-    state = getattr(layer, "quant_state", None) if is_quantized(layer) else None
-    return tuple(layer.weight.shape if state is None else state.shape)
-
-
 def numels(model: Any) -> dict[str, int]:
     """Elements of each parameter by name, before quantization and sharding."""
-    whole = {f"{name}.weight".lstrip("."): prod(shape_of(layer)) for name, layer in quantized_layers(model)}
+    whole = {f"{name}.weight".lstrip("."): prod(full_shape(layer, "weight")) for name, layer in quantized_layers(model)}
     return {
         name: whole.get(name, int(getattr(parameter, "ds_numel", parameter.numel())))
         for name, parameter in model.named_parameters()

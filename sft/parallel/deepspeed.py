@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from sft.errors import PlanError
+from sft.files import cache_folder
 from sft.plan.deepspeed import DeepSpeedFile
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
@@ -30,8 +31,7 @@ FOLDER = "TORCH_EXTENSIONS_DIR"
 def own_folder() -> Path:
     """The folder of this environment on this machine. Homes are shared between machines, whose builds could not see each other's locks."""
     built_with = [sys.prefix, sys.version, version("torch"), version("deepspeed"), socket.gethostname()]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "torch_extensions" / f"sft-{sha256(chr(10).join(built_with).encode()).hexdigest()[:12]}"
+    return cache_folder() / "torch_extensions" / f"sft-{sha256(chr(10).join(built_with).encode()).hexdigest()[:12]}"
 
 
 def operations(file: DeepSpeedFile, uses_gpu: bool) -> list[str]:

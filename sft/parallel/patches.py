@@ -4,6 +4,8 @@
 `ParallelismConfig._validate_accelerator`    refuses parallel configurations over CPU ranks
 `fsdp2_prepare_auto_wrap_policy`             by size it wraps lists of modules too, which torch refuses
 `find_packed_sequence_indices`               reads positions from the GPU at each micro-batch, for a mask that is not made
+
+Not replaced but overridden, private methods among them: those of torch's `PipelineStage` in sft/parallel/pipeline.py.
 """
 
 from __future__ import annotations

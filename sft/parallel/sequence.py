@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sft.data.formats import IGNORED
 
@@ -36,11 +37,11 @@ class PartOfSequences:
         return parted | {"labels": labels[:, mine], "shift_labels": labels[:, mine]}
 
 
-def share_batches(loader: Any, sequence_parallel_size: int, rank: int, ranks: int) -> None:
-    """Let the ranks of a group load the same batches."""
+def share_batches(loader: Any, groups: int, group: int) -> None:
+    """Let the ranks of a group load the same batches; this rank is one of the group of this number."""
     shard = loader.batch_sampler
-    assert (shard.num_processes, shard.process_index) == (ranks, rank)
-    shard.num_processes, shard.process_index = ranks // sequence_parallel_size, rank // sequence_parallel_size
+    assert (shard.num_processes, shard.process_index) == (dist.get_world_size(), dist.get_rank())
+    shard.num_processes, shard.process_index = groups, group
 
 
 def labels_of_all(batches: list[Batch], accelerator: Any) -> torch.Tensor:

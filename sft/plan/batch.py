@@ -6,6 +6,7 @@ divide it evenly, train.remainder=fill gives them more slots than there are sequ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
@@ -26,14 +27,15 @@ def divisors(number: int) -> list[int]:
 
 def _groups(recipe: Recipe) -> str:
     """The keys that make ranks work on one batch together, with their sizes; empty where there are none."""
-    keys = ("tensor_parallel_size", "sequence_parallel_size")
+    keys = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size")
     sizes = {key: getattr(recipe.train, key) for key in keys}
     return " x ".join(f"train.{key}={size}" for key, size in sizes.items() if size > 1)
 
 
 def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[int]:
     """Ranks, or groups that share a batch, each with sequences of its own. Raises PlanError if the ranks do not divide into groups."""
-    groups, size = _groups(recipe), recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size
+    train, groups = recipe.train, _groups(recipe)
+    size = train.tensor_parallel_size * train.sequence_parallel_size * train.pipeline_parallel_size
     if hardware.ranks % size:
         raise PlanError(
             f"{groups}: groups of {size} ranks, and {hardware.ranks} is no multiple of that. Start a multiple of {size}, or lower the size."
@@ -112,15 +114,21 @@ def _sharers(recipe: Recipe, hardware: Hardware) -> str:
 
 
 def split_batch(
-    recipe: Recipe, hardware: Hardware, sequences: int, attention: str, tuned: TuningResult | None = None
+    recipe: Recipe,
+    hardware: Hardware,
+    sequences: int,
+    attention: str,
+    tuned: TuningResult | None = None,
+    fits: Callable[[int], bool] = lambda size: True,
 ) -> tuple[Decision[int], Decision[int], Decision[int]]:
     """Sequences of a forward pass on one rank, forward passes per optimizer step, and slots of a step that stay empty.
 
-    Their product with the ranks is the batch, or with train.remainder=fill the next larger number that it can be. Raises PlanError.
+    Their product with the ranks is the batch, or with train.remainder=fill the next larger number that it can be. `fits` says of a
+    micro-batch whether the memory holds it. Raises PlanError.
     """
     check_batch(recipe, hardware)
     ranks = resolve_data_parallel_ranks(recipe, hardware).value
-    micro = _micro_batch(recipe, hardware, ceil(sequences / ranks), attention, tuned)
+    micro = _micro_batch(recipe, hardware, ceil(sequences / ranks), attention, tuned, fits)
     accumulation = ceil(ceil(sequences / ranks) / micro.value)
     slots = micro.value * accumulation * ranks
     empty = Decision(0, "the batch divides")
@@ -136,7 +144,12 @@ def split_batch(
 
 
 def _micro_batch(
-    recipe: Recipe, hardware: Hardware, share: int, attention: str, tuned: TuningResult | None
+    recipe: Recipe,
+    hardware: Hardware,
+    share: int,
+    attention: str,
+    tuned: TuningResult | None,
+    fits: Callable[[int], bool],
 ) -> Decision[int]:
     stated_size = recipe.train.micro_batch_size
     if stated_size != "auto":
@@ -144,9 +157,17 @@ def _micro_batch(
     if tuned and tuned.micro_batch_size and share % tuned.micro_batch_size == 0:
         return Decision(tuned.micro_batch_size, tuned.reason)
     budget, why = _token_budget(recipe, hardware, attention)
-    size = max((one for one in divisors(share) if one * recipe.sequence_length <= budget), default=1)
+    stages = recipe.train.pipeline_parallel_size
+    if stages > 1:
+        # Four micro-batches a stage leave less than a fifth of the time idle.
+        budget = min(budget, max(1, share // (4 * stages)) * recipe.sequence_length)
+        why = f"{why}, and four micro-batches for each of {stages} stages"
+    sizes = [one for one in reversed(divisors(share)) if one == 1 or one * recipe.sequence_length <= budget]
+    size = next((one for one in sizes if fits(one)), 1)
+    full = f"; {sizes[0]} would not fit" if size < sizes[0] else ""
     failed = f"; {tuned.reason}" if tuned else ""
-    return Decision(size, f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){failed}")
+    reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){full}{failed}"
+    return Decision(size, reason)
 
 
 def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:

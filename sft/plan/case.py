@@ -9,7 +9,7 @@ from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Plan
-from sft.recipe.schema import Recipe
+from sft.recipe.schema import Fsdp, Recipe
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,23 @@ class Case:
         return self.deepspeed.path.name if self.deepspeed else ""
 
     @property
+    def fsdp(self) -> Fsdp | None:
+        """How FSDP2 shards the model, where it runs."""
+        return resolve_fsdp(self.recipe, self.hardware)
+
+    @property
+    def save_steps(self) -> int:
+        """Optimizer steps between checkpoints. With save_strategy=epoch they are known when the data is prepared."""
+        per_epoch = self.plan.steps_per_epoch.value
+        return per_epoch if per_epoch and self.recipe.train.save_strategy == "epoch" else self.recipe.train.save_steps
+
+    @property
     def offloads(self) -> bool:
         """Whether weights, gradients or the optimizer are kept outside of the GPU."""
-        fsdp = resolve_fsdp(self.recipe, self.hardware)
-        return (self.deepspeed is not None and self.deepspeed.offload is not None) or bool(fsdp and fsdp.offload_params)
+        by_deepspeed = self.deepspeed is not None and self.deepspeed.offload is not None
+        return by_deepspeed or bool(self.fsdp and self.fsdp.offload_params)
 
     @property
     def adapter_parameters(self) -> int | None:
-        """Parameters of the adapters, at most: as if each linear layer had one; None where the model is not known. 0 without adapters."""
-        lora, model = self.recipe.model.lora, self.model
-        if lora is None:
-            return 0
-        if model.linear_widths is None:
-            return None
-        whole = len(lora.modules_to_save) * (model.vocab_size or 0) * (model.hidden_size or 0)
-        return max([lora.r, *lora.rank_pattern.values()]) * model.linear_widths + whole
+        """As ModelFacts has it."""
+        return self.model.adapter_parameters(self.recipe.model.lora)

@@ -7,7 +7,6 @@ from math import ceil
 
 from sft.files import in_words
 from sft.plan.case import Case
-from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import Decision
 from sft.plan.precision import MASTER
 
@@ -64,7 +63,7 @@ def bytes_per_parameter(case: Case) -> tuple[int, int]:
     # At most: some keep fewer bytes for some weights.
     moments = {"adafactor": 1, "lion": 4}.get(recipe.train.optim, 8)
     half, has_copy = plan.precision.value != "fp32", plan.weights.value == MASTER
-    adapters, shards = recipe.model.lora is not None, resolve_fsdp(recipe, case.hardware) is not None
+    adapters, shards = recipe.model.lora is not None, case.fsdp is not None
     # Merged adapters, shards and DeepSpeed's weights are written in what the layers compute in.
     final = 2 if half and (has_copy or adapters or shards or file is not None) else 4
     weights = 4 if adapters else final
@@ -76,11 +75,10 @@ def bytes_per_parameter(case: Case) -> tuple[int, int]:
 
 def checkpoints_to_come(case: Case, there: int) -> int:
     """Checkpoints that still need room: one more than are kept, since the oldest goes when the newest is complete, less those `there`."""
-    train, steps, per_epoch = case.recipe.train, case.plan.max_steps.value, case.plan.steps_per_epoch.value
-    written = train.save_total_limit + train.load_best_model_at_end + 1
+    train, plan = case.recipe.train, case.plan
     if train.save_strategy == "no":
         return 0
-    every = per_epoch if train.save_strategy == "epoch" else train.save_steps
-    if steps is not None and every is not None:
-        written = min(written, ceil(steps / every))
+    written = train.save_total_limit + train.load_best_model_at_end + 1
+    if plan.max_steps.value and (plan.steps_per_epoch.value or train.save_strategy == "steps"):
+        written = min(written, ceil(plan.max_steps.value / case.save_steps))
     return max(1, written - there)

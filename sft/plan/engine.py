@@ -6,16 +6,17 @@ The sums are in sft/plan/memory.py.
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import resolve_data_parallel_ranks, resolve_sequences
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Hardware
-from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
+from sft.plan.memory import ENGINES, engine_of, estimate_memory
+from sft.plan.memory_estimate import GIB, MemoryEstimate, memory_bars
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
-from sft.plan.plan import Decision, memory_bars
+from sft.plan.pipeline import PIPELINE
+from sft.plan.plan import Decision
 from sft.plan.precision import resolve_precision
 from sft.recipe.schema import Recipe
 
@@ -67,7 +68,7 @@ def first_that_fits(
     estimates: dict[str, MemoryEstimate] = {}
     for name in order_of_engines(recipe, hardware, model):
         estimates[name] = estimate_memory(recipe, hardware, model, ENGINES[name])
-        if estimates[name].fits(hardware):
+        if estimates[name].lack is None:
             return name, estimates
     return None, estimates
 
@@ -82,13 +83,13 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
     else:
         name, estimates = first_that_fits(recipe, hardware, model)
         lacks = ", ".join(
-            f"{engine_words(one, recipe, hardware)} needs {estimate.lack(hardware)}"
+            f"{engine_words(one, recipe, hardware)} needs {estimate.lack}"
             for one, estimate in estimates.items()
             if one != name
         )
         if name is None:
             first, estimate = next(iter(estimates.items()))
-            bars = "\n".join(memory_bars(estimate.as_json(hardware), engine=engine_words(first, recipe, hardware)))
+            bars = "\n".join(memory_bars(estimate.as_json(), engine=engine_words(first, recipe, hardware)))
             what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
             raise PlanError(
                 f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, "
@@ -106,21 +107,29 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
     return "one process" if hardware.ranks == 1 else without
 
 
-def resolve_memory(
+def planned_memory(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
-) -> tuple[Decision[float | None], dict[str, Any] | None]:
-    """GiB that each GPU needs, and the sum, with a warning where that is more than there is; and the same in bytes by category."""
-    if hardware.gpu is None:
-        return Decision(None, "on a CPU nothing is counted"), None
-    if model.parameters is None:
-        return Decision(None, "the model's size is not known before it is downloaded"), None
-    estimate = estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
-    micro = 1 if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size
+) -> MemoryEstimate | None:
+    """What the engine that runs needs; None on a CPU, for pipeline stages, and where the model's size is not known."""
+    if hardware.gpu is None or model.parameters is None or recipe.train.pipeline_parallel_size > 1:
+        return None
+    return estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
+
+
+def resolve_memory(
+    estimate: MemoryEstimate | None, hardware: Hardware, micro_batch_size: int
+) -> Decision[float | None]:
+    """GiB that each GPU needs, and the sum, with a warning where that is more than there is."""
+    if estimate is None:
+        why = (
+            "not counted for stages, or the model is not downloaded" if hardware.gpu else "on a CPU nothing is counted"
+        )
+        return Decision(None, why)
     how = "activations simulated" if estimate.simulated else "by arithmetic"
-    words = f"{how}, for a micro-batch of {micro}: {estimate.words(hardware)}"
-    if not estimate.fits(hardware):
+    words = f"{how}, for a micro-batch of {micro_batch_size}: {estimate.words}"
+    if estimate.lack:
         words = f"WARNING: does not fit, {words}. {REMEDY}"
-    return Decision(round(estimate.gpu_bytes / GIB, 1), words), estimate.as_json(hardware)
+    return Decision(round(estimate.gpu_bytes / GIB, 1), words)
 
 
 def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> DeepSpeedFile | None:
@@ -135,7 +144,7 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
 def resolve_engine(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None
 ) -> Decision[str]:
-    """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2` or `tensor parallel`, as it will run."""
+    """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2`, `tensor parallel` or `pipeline parallel`, as it will run."""
     ranks, fsdp = hardware.ranks, resolve_fsdp(recipe, hardware)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
@@ -148,6 +157,9 @@ def resolve_engine(
         engine, reason = "one process", f"{unused}, and there is one process"
     elif recipe.train.tensor_parallel_size > 1:
         engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
+    elif recipe.train.pipeline_parallel_size > 1:
+        stages = recipe.train.pipeline_parallel_size
+        engine, reason = PIPELINE, f"train.pipeline_parallel_size; {stages} stages of {ranks // stages} ranks each"
     else:
         engine, reason = "DDP", f"train.deepspeed is not set; {ranks} ranks each hold the whole model"
     if recipe.train.parallel == "auto":

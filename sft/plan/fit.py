@@ -20,8 +20,8 @@ from sft.plan.case import Case
 from sft.plan.engine import REMEDY, open_deepspeed
 from sft.plan.gpus import find_gpu
 from sft.plan.hardware import UNNAMED, Gpu, Hardware, machine
-from sft.plan.memory import GIB, MemoryEstimate, engine_of, estimate_memory
-from sft.plan.parallelism import FSDP2, resolve_fsdp
+from sft.plan.memory_estimate import MemoryEstimate
+from sft.plan.parallelism import FSDP2
 from sft.plan.plan import DataSize
 from sft.plan.resolve import resolve_plan
 from sft.plan.time import compute_per_token
@@ -50,13 +50,18 @@ class Proposal:
     values: Values
     """Empty where only the machine is another."""
     case: Case
-    memory: MemoryEstimate
     cost: str
     """In time, by arithmetic."""
     result: str
     """What it means for the trained model."""
     machine: str | None = None
     """Another one, as `--on` takes it; None: the one that was planned for."""
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """What it needs then."""
+        assert self.case.plan.memory_estimate
+        return self.case.plan.memory_estimate
 
     @property
     def overrides(self) -> list[str]:
@@ -81,24 +86,18 @@ def fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | 
     endless = replace(hardware, gpu=replace(hardware.gpu, memory_gib=ENDLESS), cpu_memory_gib=ENDLESS)
     base = replace(planned(recipe, endless, _without_simulation(model), data), model=model)
     try:
-        memory = memory_of(planned(recipe, hardware, model, data))
+        memory = planned(recipe, hardware, model, data).plan.memory_estimate
     except PlanError as error:  # of train.parallel=auto alone: all else was refused above
         lacks = str(error).partition("by arithmetic: ")[2].partition(f". {REMEDY}")[0]
         return Fit(lacks, None, tuple(_proposals(base, hardware)))
-    lack = memory.lack(hardware)
-    return Fit(lack and memory.words(hardware), memory, tuple(_proposals(base, hardware)) if lack else ())
+    assert memory
+    return Fit(memory.lack and memory.words, memory, tuple(_proposals(base, hardware)) if memory.lack else ())
 
 
 def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | None) -> Case:
     """The recipe with its plan. Raises PlanError."""
     file = open_deepspeed(recipe, hardware, model)
     return Case(recipe, hardware, model, file, resolve_plan(recipe, hardware, model, data, file), data)
-
-
-def memory_of(case: Case) -> MemoryEstimate:
-    """What a planned recipe needs."""
-    engine = engine_of(case.deepspeed, resolve_fsdp(case.recipe, case.hardware))
-    return estimate_memory(case.recipe, case.hardware, case.model, engine)
 
 
 def _without_simulation(model: ModelFacts) -> ModelFacts:
@@ -118,7 +117,7 @@ def changed(recipe: Recipe, values: Values) -> Recipe:
     return Recipe.model_validate_json(json.dumps(stated)).placed(recipe.folder)
 
 
-def _fitting(base: Case, hardware: Hardware, values: Values) -> tuple[Case, MemoryEstimate] | None:
+def _fitting(base: Case, hardware: Hardware, values: Values) -> Case | None:
     """The recipe planned with other values, if it runs and fits."""
     assert hardware.gpu
     try:
@@ -126,13 +125,16 @@ def _fitting(base: Case, hardware: Hardware, values: Values) -> tuple[Case, Memo
         data = None if any(key.startswith("data.") for key in values) else base.data
         # By arithmetic first, and with room to err: a simulated pass takes seconds.
         roomy = replace(hardware, gpu=replace(hardware.gpu, memory_gib=_ERROR * hardware.gpu.memory_gib))
-        if not memory_of(planned(recipe, roomy, _without_simulation(base.model), data)).fits(roomy):
+        if not _fits(planned(recipe, roomy, _without_simulation(base.model), data)):
             return None
         case = planned(recipe, hardware, base.model, data)
     except (PlanError, ValueError):
         return None
-    memory = memory_of(case)
-    return (case, memory) if memory.fits(hardware) else None
+    return case if _fits(case) else None
+
+
+def _fits(case: Case) -> bool:
+    return case.plan.memory_estimate is not None and case.plan.memory_estimate.lack is None
 
 
 def _proposals(base: Case, hardware: Hardware) -> list[Proposal]:
@@ -159,7 +161,7 @@ def _fewest(
                 if any(_keys(one) <= _keys(values) for one in enough):
                     continue
                 if found := _fitting(base, hardware, values):
-                    yield Proposal(values, *found, _cost(base, found[0], hardware), _result(base.recipe, values))
+                    yield Proposal(values, found, _cost(base, found, hardware), _result(base.recipe, values))
                     fits = True
                     break
         if fits:
@@ -184,7 +186,7 @@ def _free_levers(recipe: Recipe, hardware: Hardware, base: Case) -> list[Lever]:
     start = 0 if mode is False else modes.index(mode) + 1 if mode in modes and mode is not True else 2
     start = 4 if mode is True else len(modes) if mode == "offload" else start
     engines: list[Values] = []
-    if train.parallel is None and train.tensor_parallel_size == 1:
+    if train.parallel is None and train.tensor_parallel_size == train.pipeline_parallel_size == 1:
         # Of what fits, the engine that communicates least comes first.
         names = ["zero2_offload", "zero3_offload"]
         names = names if hardware.ranks == 1 else ["zero1", "zero2", "zero3", *names]
@@ -258,16 +260,20 @@ def _machines(base: Case, hardware: Hardware) -> Iterator[Proposal]:
             tried = ((values, _fitting(base, other, values)) for values in _engines_elsewhere(base.recipe))
             values, found = next(((values, found) for values, found in tried if found), ({}, None))
             if found:
-                cost = _cost_of_machine(base, found[0], other.ranks / hardware.ranks)
+                cost = _cost_of_machine(base, found, other.ranks / hardware.ranks)
                 words = f"{f'{nodes}x' if nodes > 1 else ''}{gpus}x{kind}"
-                yield Proposal(values, *found, cost, _UNCHANGED, words)
+                yield Proposal(values, found, cost, _UNCHANGED, words)
                 shapes = shapes[:index]  # more memory is a remedy only where fewer GPUs do
                 break
 
 
 def _engines_elsewhere(recipe: Recipe) -> list[Values]:
     """For another machine: the recipe's engine, and the cheapest that fits."""
-    if recipe.train.parallel is not None or recipe.train.tensor_parallel_size > 1:
+    if (
+        recipe.train.parallel is not None
+        or recipe.train.tensor_parallel_size > 1
+        or recipe.train.pipeline_parallel_size > 1
+    ):
         return [{}]
     named = {f"train.{key}": None for key in ("deepspeed", "fsdp") if getattr(recipe.train, key) is not None}
     return [{}, {"train.parallel": "auto"} | named]
@@ -319,15 +325,3 @@ def _sent(case: Case) -> float:
 def describe(found: Proposal) -> str:
     """What is changed, as a person writes it."""
     return " ".join([*found.overrides, *([f"--on {found.machine}"] if found.machine else [])])
-
-
-def gib(memory: MemoryEstimate, hardware: Hardware) -> str:
-    """Needed and there: `21.5 of 80 GiB`."""
-    assert hardware.gpu
-    assumed = " (assumed)" if hardware.cpu_memory_assumed else ""
-    cpu = (
-        f", {memory.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB{assumed} of the machine's memory"
-        if memory.cpu
-        else ""
-    )
-    return f"{memory.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB{cpu}"

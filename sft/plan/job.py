@@ -3,55 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sft.errors import PlanError
-from sft.hub.model_facts import ModelFacts
 from sft.plan.case import Case
-from sft.plan.deepspeed import DeepSpeedFile
-from sft.plan.hardware import Hardware
-from sft.plan.parallelism import resolve_fsdp
-from sft.plan.plan import DataSize, Decision, Plan, TuningResult
+from sft.plan.plan import DataSize, Decision, TuningResult
 from sft.plan.resolve import resolve_plan
-from sft.recipe.schema import Fsdp, Recipe
 
 
 @dataclass(frozen=True)
-class Job:
-    """One recipe on one machine."""
+class Job(Case):
+    """A planned recipe, and where it came from."""
 
-    recipe: Recipe
-    recipe_path: Path
-    overrides: tuple[str, ...]
-    hardware: Hardware
-    model: ModelFacts
-    deepspeed: DeepSpeedFile | None
-    plan: Plan
-    data: DataSize | None = None
+    recipe_path: Path = field(kw_only=True)
+    overrides: tuple[str, ...] = field(kw_only=True)
 
     @property
     def name(self) -> str:
         """The folder of its runs: the recipe's own name, or for a recipe inside a run's folder that of the recipe it came from."""
         inside = self.recipe_path.parent / "run.json"
         return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
-
-    @property
-    def case(self) -> Case:
-        """What time and disk follow from."""
-        return Case(self.recipe, self.hardware, self.model, self.deepspeed, self.plan, self.data)
-
-    @property
-    def fsdp(self) -> Fsdp | None:
-        """How FSDP2 shards the model, where it runs."""
-        return resolve_fsdp(self.recipe, self.hardware)
-
-    @property
-    def save_steps(self) -> int:
-        """Optimizer steps between checkpoints. With save_strategy=epoch they are known when the data is prepared."""
-        per_epoch = self.plan.steps_per_epoch.value
-        return per_epoch if per_epoch and self.recipe.train.save_strategy == "epoch" else self.recipe.train.save_steps
 
     def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
         """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""

@@ -17,33 +17,27 @@ counted without a matrix of scores. Not counted: what loading takes in the machi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-from sft.hub.model_facts import ModelFacts
+from sft.files import cached
+from sft.hub.model_facts import ModelFacts, load_config
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.layers import HEAD_TILE, resolve_kernels
+from sft.plan.memory_estimate import GIB, MemoryEstimate
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape
-from sft.plan.precision import gradient_bytes, resolve_precision
+from sft.plan.passes import Pass, PassMemory
+from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Fsdp, Recipe
 
-if TYPE_CHECKING:
-    from sft.plan.simulation import PassMemory
-
-GIB = 2**30
 RESERVE = 1.5 * GIB
 FRAGMENTS = 0.05  # of a GPU's memory
 LIVE = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters and sub_group_size
 CPU_FACTOR = 1.5  # pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it
-SUBSTITUTES = {
-    "attention": "FlashAttention: keeps query, key, value, output and an fp32 number for each query and head",
-    "loss head": "TRL's fused head: a tile of logits, and gradients in fp32",
-    "norms, rotary embedding, MLP": "Liger's kernels, where they run: keep their inputs, and write gradients over them",
-}
-"""What stands for the kernels of a GPU in a simulated pass."""
 _CHUNK = 2**27  # elements of sft/parallel/optimizer.py's step
 _SCALES = {True: 1 / 64 + 4 / (64 * 256), False: 4 / 64}  # bytes a 4-bit weight; by bnb_4bit_use_double_quant
 
@@ -71,51 +65,6 @@ ENGINES: Mapping[str, Engine] = {
 """By the name of the file under ds_configs/; `none` is no DeepSpeed."""
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on each GPU, part by part, and of each node's memory, all its ranks together."""
-
-    gpu: Mapping[str, float]
-    cpu: float
-    simulated: bool = False
-    """Whether a simulated pass gave the activations, and not arithmetic for a plain decoder."""
-
-    @property
-    def gpu_bytes(self) -> float:
-        """On each GPU."""
-        return sum(self.gpu.values())
-
-    def as_json(self, hardware: Hardware) -> dict[str, Any]:
-        """Bytes on each GPU by category, `peak` with the reserve among them; `machine` is what the ranks of a node need of its memory."""
-        assert hardware.gpu
-        found = {name: int(size) for name, size in self.gpu.items()}
-        found |= {"peak": int(self.gpu_bytes), "available": int(hardware.gpu.memory_gib * GIB)}
-        found |= {"machine": int(self.cpu), "machine_available": int(hardware.cpu_memory_gib * GIB)}
-        return found | {"simulated": self.simulated, "substitutes": SUBSTITUTES if self.simulated else {}}
-
-    def lack(self, hardware: Hardware) -> str | None:
-        """What there is too little of, such as `90.1 of 80 GiB`; None where the estimate fits."""
-        assert hardware.gpu
-        if self.gpu_bytes > hardware.gpu.memory_gib * GIB:
-            return f"{self.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
-        if self.cpu > hardware.cpu_memory_gib * GIB:
-            return f"{self.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
-        return None
-
-    def fits(self, hardware: Hardware) -> bool:
-        """Whether the machine has it."""
-        return self.lack(hardware) is None
-
-    def words(self, hardware: Hardware) -> str:
-        """The sum: `weights 5.7 + ... = 38.0 of 80 GiB`."""
-        assert hardware.gpu
-        parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in self.gpu.items() if size >= 0.05 * GIB)
-        shown = f"{parts} = {self.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
-        assumed = " (assumed: twice its GPUs'; --on 8x80GB+1000GB states it)" if hardware.cpu_memory_assumed else ""
-        cpu = f"; {self.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory{assumed}"
-        return shown + (cpu if self.cpu else "")
-
-
 def engine_of(file: DeepSpeedFile | None, fsdp: Fsdp | None = None) -> Engine:
     """What a DeepSpeed file or FSDP2's section configures."""
     if fsdp is not None:
@@ -139,7 +88,7 @@ def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engin
         "buffers": sizes.buffers(),
         "reserve": reserve,
     }
-    return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, sizes.passed is not None)
+    return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, hardware, sizes.passed is not None)
 
 
 class _Sizes:
@@ -149,15 +98,13 @@ class _Sizes:
         assert model.parameters
         assert hardware.gpu
         self.recipe, self.engine, self.layer = recipe, engine, model.layer_size
-        self.gpu_gib = hardware.gpu.memory_gib
         self.ranks = max(1, hardware.ranks // recipe.train.tensor_parallel_size)
         """That shard what the engine shards."""
         if engine.fsdp is not None:
             self.ranks = mesh_shape(engine.fsdp, hardware)[1]
-        micro = recipe.train.micro_batch_size
-        self.tokens = ceil(recipe.sequence_length / recipe.train.sequence_parallel_size) * (
-            1 if micro == "auto" else micro
-        )
+        stated = recipe.train.micro_batch_size
+        micro = 1 if stated == "auto" else stated
+        self.tokens = ceil(recipe.sequence_length / recipe.train.sequence_parallel_size) * micro
         """Of a micro-batch, on one rank; of one sequence where the recipe leaves it open."""
         self.parameters = model.parameters / recipe.train.tensor_parallel_size
         self.hidden, self.layers = model.hidden_size or 0, model.num_hidden_layers or 0
@@ -170,16 +117,14 @@ class _Sizes:
         self.width = 2 if self.is_half else 4
         lora = recipe.model.lora
         self.adapters = lora is not None
-        # An adapter for each linear layer; of a plain decoder's: query, key, value, output have h + h each, gate, up, down h + f.
-        widths = model.linear_widths or self.layers * (11 * self.hidden + 3 * self.wide)
-        of_adapters = lora.r * widths if lora else 0.0
-        # Layers beside adapters that are trained whole are mostly the embeddings.
-        whole = len(lora.modules_to_save) * self.embedding if lora else 0.0
-        self.trained: float = of_adapters + whole if lora else self.parameters - model.frozen_parameters
-        # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
-        alone = hardware.ranks == 1 and self.precision != "fp16" and recipe.train.optim == "adamw"
-        self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
-        self.of_gradient = self._of_gradient(engine.stage == 0 and alone)
+        adapters = model.adapter_parameters(lora) or 0
+        self.trained: float = adapters if lora else self.parameters - model.frozen_parameters
+        kept_in = resolve_weights(recipe, hardware, None, self.precision).value
+        self.autocasts = engine.stage == 0 and self.is_half and kept_in == "fp32"
+        accumulation = ceil(recipe.sequences_per_step / micro / hardware.ranks)
+        added_up_in = resolve_gradients(recipe, hardware, model, None, self.precision, accumulation).value
+        self.of_gradient = 4 if added_up_in == "fp32" else 2
+        """Bytes of a trained parameter's gradient between micro-batches, without ZeRO."""
         self.passed = self._pass(hardware, model)
         if lora is not None and self.passed is not None:
             self.trained = self.passed.trained
@@ -188,18 +133,8 @@ class _Sizes:
         self.held = self.width * self.parameters + self._quantized(model)
         """Bytes of all weights in the dtype that they are kept in."""
 
-    def _of_gradient(self, alone: bool) -> int:
-        """Bytes of a trained parameter's gradient between micro-batches."""
-        if not alone or self.adapters or not self.is_half:
-            return 4
-        return gradient_bytes(self.trained, self.gpu_gib, self.recipe.train.global_batch_size != 1)
-
     def _pass(self, hardware: Hardware, model: ModelFacts) -> PassMemory | None:
         """A forward and backward pass, simulated; None where the model cannot be."""
-        if model.config is None:
-            return None
-        from sft.plan.simulation import Pass, simulated  # imports torch
-
         train, half = self.recipe.train, "float16" if self.precision == "fp16" else "bfloat16"
         in_half = self.is_half and not self.autocasts
         wanted = Pass(
@@ -213,10 +148,11 @@ class _Sizes:
             # ZeRO and FSDP2 take the gradients away as they come.
             fp32_gradients=in_half and not self.adapters and self.engine.stage == 0 and self.of_gradient == 4,
             all_logits=bool(train.label_smoothing_factor),
+            tensor_parallel_size=train.tensor_parallel_size,
             lora=self.recipe.model.lora,
             freeze=self.recipe.model.freeze,
         )
-        return simulated(model.config, wanted)
+        return simulated(model, wanted)
 
     @property
     def recompute_every(self) -> int:
@@ -239,7 +175,7 @@ class _Sizes:
 
                            weights   gradients    optimizer
             one process    w         4            12         (16-bit gradients where sft/plan/precision.py has them; fp32: 4, 4, 8)
-            DDP            4         4            8          (and w again for autocast's copies in half precision)
+            DDP            4         4            8          (and w for autocast's copies of all but the embedding in half precision)
             ZeRO-1         w         w + 4        12/N
             ZeRO-2         w         4/N          12/N
             ZeRO-3         w/N       4/N          12/N
@@ -256,8 +192,9 @@ class _Sizes:
             gradients = (self.width + 4) * trained if stage == 1 else 4 * trained / self.ranks
             return {"weights": weights, "gradients": gradients, "optimizer": (4 * trained + self.moments) / self.ranks}
         if self.autocasts or not self.is_half:
-            copies = self.width if self.autocasts else 0
-            return {"weights": (4 + copies) * self.parameters, "gradients": 4 * trained, "optimizer": self.moments}
+            # The embedding is looked up, and TRL's head casts a tile of its weight at a time.
+            copies = self.width * (self.parameters - self.embedding) if self.autocasts else 0
+            return {"weights": 4 * self.parameters + copies, "gradients": 4 * trained, "optimizer": self.moments}
         return {"weights": weights, "gradients": self.of_gradient * trained, "optimizer": 4 * trained + self.moments}
 
     def buffers(self) -> float:
@@ -272,7 +209,9 @@ class _Sizes:
             gathered = self.parameters if keeps_all else (1 + ahead) * self.layer + self.embedding
             return unpacked + self.width * gathered + (self.width + 4) * max(self.layer, self.embedding)
         if self.engine.stage == 0:
-            return unpacked + (4 * self.trained if self.ranks > 1 else 0.0)
+            # TRL's head gathers its weight where ranks share layers.
+            gathered = 4.0 * self.embedding if self.recipe.train.tensor_parallel_size > 1 else 0.0
+            return unpacked + gathered + (4 * self.trained if self.ranks > 1 else 0.0)
         if self.engine.stage < 3:
             # Under offload each gradient passes through a buffer as large as the largest weight.
             offloaded = self.embedding if self.engine.optimizer_offload != "none" else 0
@@ -282,10 +221,7 @@ class _Sizes:
     def activations(self) -> float:
         """The peak of a forward and backward pass over a micro-batch."""
         mode = self.recipe.train.gradient_checkpointing
-        passed: tuple[float, float] = (
-            (self.passed.kept, self.passed.peak) if self.passed else self._pass_of_plain_decoder()
-        )
-        kept, peak = passed
+        kept, peak = (self.passed.kept, self.passed.peak) if self.passed else self._pass_of_plain_decoder()
         if mode == "offload":  # two layers' inputs are on their way
             return peak - kept + 2 * self.tokens * self.hidden * self.width
         if mode == "selective":  # the outputs of attention
@@ -321,3 +257,25 @@ class _Sizes:
             return 0.0
         shard = self.parameters / self.ranks
         return 4 * (min(LIVE, shard) if stage == 3 else shard)
+
+
+def simulated(model: ModelFacts, wanted: Pass) -> PassMemory | None:
+    """What a simulated pass takes; None for a model that brings its own code, or whose code looks at values, as most routers do.
+
+    Results are kept in the user's cache (sft/memory), by config.json, what is wanted, the code of the simulation and versions.
+    """
+    if model.config is None:
+        return None
+    versions = [version(name) for name in ("torch", "transformers", "peft")]
+    code = Path(__file__).with_name("simulation.py").read_text(encoding="utf-8")
+
+    def simulate_pass() -> dict[str, int] | None:
+        from sft.plan.simulation import simulate  # imports torch
+
+        try:
+            return asdict(simulate(load_config(model.path, model.commit, False), wanted))
+        except Exception:  # in whatever way the code of a model fails without values
+            return None
+
+    found = cached("memory", [model.config, asdict(wanted), code, versions], simulate_pass)
+    return PassMemory(**found) if found else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from sft.plan.memory_estimate import MemoryEstimate, memory_bars
 from sft.terminal import visible_line
 
 T = TypeVar("T")
@@ -92,6 +93,8 @@ class Plan:
     """Sequences per optimizer step."""
     tensor_parallel_size: Decision[int]
     sequence_parallel_size: Decision[int]
+    pipeline_parallel_size: Decision[int]
+    """Stages."""
     data_parallel_ranks: Decision[int]
     """Ranks, or groups of ranks, that each see sequences of their own."""
     micro_batch_size: Decision[int]
@@ -116,8 +119,13 @@ class Plan:
     """Of the training, by arithmetic and a guess; None where it is not known."""
     disk: Decision[str | None] = Decision(None, "not planned")
     """What the run writes, in words; None where it is not known."""
-    memory_bytes: Mapping[str, Any] | None = None
-    """Of each GPU, by category, with `peak` and `available`; None where nothing is counted."""
+    memory_estimate: MemoryEstimate | None = None
+    """Of each GPU, by category; None where nothing is counted."""
+
+    @property
+    def memory_bytes(self) -> dict[str, Any] | None:
+        """The same in bytes, with `peak` and `available`."""
+        return self.memory_estimate.as_json() if self.memory_estimate else None
 
     def settings(self) -> dict[str, Any]:
         """The values that every rank must share; not the expectations of the data, which may be estimates."""
@@ -128,7 +136,7 @@ class Plan:
 
     def decisions(self) -> list[dict[str, Any]]:
         """The plan as plan.json and the table have it."""
-        named = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "memory_bytes"]
+        named = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "memory_estimate"]
         return [{"name": name, "value": decision.value, "reason": decision.reason} for name, decision in named]
 
     def as_json(self, **more: Any) -> dict[str, Any]:
@@ -146,46 +154,14 @@ def print_plan(plan: Plan, title: str, notes: Sequence[str] = (), every: bool = 
     console = Console() if sys.stdout.isatty() else Console(width=140)
     if every:
         console.print(_table(plan, escape(visible_line(title))))
-        if plan.memory_bytes is not None:
+        if (sizes := plan.memory_bytes) is not None:
             mark = "█" if "utf" in console.encoding.lower() else "#"
-            console.print("\n".join([*memory_bars(plan.memory_bytes, mark), ""]), highlight=False)
+            console.print("\n".join([*memory_bars(sizes, mark), ""]), highlight=False)
     else:
         console.print(f"[bold]{escape(visible_line(title))}[/bold]", soft_wrap=True, highlight=False)
         notes = [*_in_short(plan), *notes]
     for note in notes:
         console.print(escape(note), soft_wrap=True, highlight=False)
-
-
-_BAR = 48  # columns that stand for the memory of a GPU
-
-
-def memory_bars(sizes: Mapping[str, Any], mark: str = "█", engine: str = "") -> list[str]:
-    """Lines with a bar for each category of a GPU's memory, each where the one before ends, and the headroom.
-
-    >>> print(*memory_bars({"weights": 2**33, "activations": 2**32, "peak": 3 * 2**32, "available": 2**34}, "#"), sep="\\n")
-    Memory of each GPU, in GiB:
-      weights      ########################                            8.0
-      activations                          ############                4.0
-      headroom                                                         4.0 of 16
-    """
-    available, peak = sizes["available"], sizes["peak"]
-    scale, end = _BAR / max(available, peak), 0.0
-    lines = [f"Memory of each GPU{f' with {engine}' if engine else ''}, in GiB:"]
-    for name in ("weights", "gradients", "optimizer", "activations", "buffers", "reserve"):
-        if size := sizes.get(name, 0):
-            begin, end = end, end + size
-            length = max(1, round(end * scale) - round(begin * scale))
-            bar = " " * min(round(begin * scale), _BAR - length) + mark * length
-            lines.append(f"  {name:12} {bar:{_BAR}} {size / 2**30:6.1f}")
-    what = "headroom" if peak <= available else "too much"
-    lines.append(f"  {what:12} {'':{_BAR}} {abs(available - peak) / 2**30:6.1f} of {available / 2**30:.0f}")
-    if needed := sizes.get("machine"):
-        memory = sizes["machine_available"]
-        lack = ": too much" if needed > memory else ""
-        lines.append(
-            f"  {'machine':12} {'':{_BAR}} {needed / 2**30:6.1f} of {memory / 2**30:.0f}, of all its ranks{lack}"
-        )
-    return lines
 
 
 def _in_short(plan: Plan) -> list[str]:

@@ -95,13 +95,6 @@ def resolve_quantization(
     return Decision(model.quantization, ", ".join(parts))
 
 
-def gradient_bytes(parameters: float, memory_gib: float, several_micro_batches: bool) -> int:
-    """Bytes of a gradient beside MASTER: 4 where micro-batches are added up and the GPU's memory holds it, else 2."""
-    # 2 weights + 4 copy + 8 moments + 4 gradients
-    fits = 18 * parameters / 2**30 <= (1 - _ROOM) * memory_gib
-    return 4 if several_micro_batches and fits else 2
-
-
 def resolve_gradients(
     recipe: Recipe,
     hardware: Hardware,
@@ -122,8 +115,9 @@ def resolve_gradients(
         return Decision("bf16", "one micro-batch a step: nothing is added up")
     if hardware.gpu is None or model.parameters is None:
         return Decision("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
+    # 2 weights + 4 copy + 8 moments + 4 gradients
     needed, memory = 18 * model.parameters / 2**30, hardware.gpu.memory_gib
-    if gradient_bytes(model.parameters, memory, several_micro_batches=True) == 4:
+    if needed <= (1 - _ROOM) * memory:
         return Decision("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
     return Decision(
         "bf16",

@@ -9,7 +9,7 @@ from sft.hub.model_facts import OVERFLOWS_FP16
 from sft.plan.case import Case
 from sft.plan.layers import kernels_problem
 from sft.plan.optimizer import optimizer_refusals
-from sft.plan.parallelism import resolve_fsdp
+from sft.plan.pipeline import pipeline_refusals
 from sft.plan.precision import has_bf16
 from sft.plan.rope import positions, rope_refusals
 from sft.plan.schedule import decay_steps
@@ -32,7 +32,7 @@ def refuse(case: Case) -> None:
         *_quantization(case),
         *_fsdp(case),
     ]
-    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case)]
+    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case), *pipeline_refusals(case)]
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -164,7 +164,7 @@ def _shards_weights(case: Case) -> str:
     """What shards the weights, in words; empty where each rank has them all."""
     if case.deepspeed is not None and case.deepspeed.stage == 3:
         return case.file
-    return "train.fsdp" if resolve_fsdp(case.recipe, case.hardware) is not None else ""
+    return "train.fsdp" if case.fsdp is not None else ""
 
 
 def _adapters(case: Case) -> Iterator[str]:
@@ -184,9 +184,9 @@ def _adapters(case: Case) -> Iterator[str]:
 
 
 def _fsdp(case: Case) -> Iterator[str]:
-    fsdp, model = case.recipe.train.fsdp, case.recipe.model
+    fsdp, model = case.fsdp, case.recipe.model
     ranks, per_node = case.hardware.ranks, case.hardware.ranks_per_node
-    if fsdp is None or ranks == 1:
+    if fsdp is None:
         return
     if case.plan.precision.value == "fp16":
         yield (

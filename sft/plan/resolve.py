@@ -20,11 +20,13 @@ from sft.plan.batch import (
 from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.disk import resolve_disk
-from sft.plan.engine import resolve_engine, resolve_memory
+from sft.plan.engine import planned_memory, resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
+from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.optimizer import resolve_optimizer
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
+from sft.plan.pipeline import resolve_pipeline_parallel
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult, stated
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import refuse
@@ -55,14 +57,27 @@ def resolve_plan(
     batch = resolve_sequences(recipe, hardware)
     precision = resolve_precision(recipe, hardware, model)
     attention = resolve_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
-    micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned)
+    checkpointing = resolve_checkpointing(recipe, hardware, deepspeed, tuned)
+
+    def memory_with(micro_batch_size: int) -> MemoryEstimate | None:
+        decided = {"micro_batch_size": micro_batch_size, "gradient_checkpointing": checkpointing.value}
+        train = recipe.train.model_copy(update=decided)
+        attends = recipe.model.model_copy(update={"attn_implementation": attention.value})
+        changed = recipe.model_copy(update={"train": train, "model": attends})
+        return planned_memory(changed, hardware, model, deepspeed)
+
+    def fits(micro_batch_size: int) -> bool:
+        estimate = memory_with(micro_batch_size)
+        return estimate is None or estimate.lack is None
+
+    micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned, fits)
     expected = _expectations(recipe, batch.value, data)
     warmup = resolve_warmup(recipe, expected["max_steps"].value)
-    memory, memory_bytes = resolve_memory(recipe, hardware, model, deepspeed)
+    estimate = memory_with(micro.value)
     plan = Plan(
         engine=resolve_engine(recipe, hardware, model, deepspeed),
-        memory=memory,
-        memory_bytes=memory_bytes,
+        memory=resolve_memory(estimate, hardware, micro.value),
+        memory_estimate=estimate,
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         quantization=resolve_quantization(recipe, hardware, deepspeed, precision.value),
@@ -70,10 +85,11 @@ def resolve_plan(
         attention=attention,
         kernels=resolve_kernels(recipe, hardware, model),
         compile=resolve_compile(recipe),
-        gradient_checkpointing=resolve_checkpointing(recipe, hardware, deepspeed, tuned),
+        gradient_checkpointing=checkpointing,
         global_batch_size=batch,
         tensor_parallel_size=resolve_tensor_parallel(recipe),
         sequence_parallel_size=resolve_sequence_parallel(recipe),
+        pipeline_parallel_size=resolve_pipeline_parallel(recipe, model, accumulation.value),
         data_parallel_ranks=resolve_data_parallel_ranks(recipe, hardware),
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

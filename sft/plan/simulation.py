@@ -6,19 +6,13 @@ one kernel on a GPU, or looks at values, is a substitute here that keeps and all
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass
 from functools import partial
-from hashlib import sha256
-from importlib.metadata import version
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from warnings import catch_warnings
@@ -33,44 +27,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft.files import write_json
 from sft.plan.layers import HEAD_TILE
+from sft.plan.passes import Pass, PassMemory
 from sft.recipe.schema import Lora
 
 _NAME = "simulated"
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What decides the memory of a forward and backward pass over one micro-batch."""
-
-    tokens: int
-    dtype: str
-    """Of the weights: bfloat16, float16 or float32."""
-    autocast: str | None
-    """What matrices are multiplied in where something trained is fp32; None: in the dtype of the weights, adapters too."""
-    recompute_every: int
-    """Every n-th layer recomputes its activations; 0: none."""
-    liger: bool
-    eager: bool
-    """Attention with a matrix of scores."""
-    fp32_gradients: bool
-    """Whether gradients in half precision are added up in fp32, weight by weight."""
-    all_logits: bool
-    lora: Lora | None
-    freeze: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PassMemory:
-    """Bytes beside weights, gradients and optimizer state."""
-
-    kept: int
-    """At the end of the forward pass through the layers."""
-    peak: int
-    """The most at any time of the pass."""
-    trained: int
-    """Parameters that are trained."""
 
 
 class _Live(TorchDispatchMode):
@@ -162,8 +123,8 @@ class _Head(torch.autograd.Function):
     def forward(context: Any, hidden: Any, weight: Any, dtype: Any, all_logits: bool) -> Any:
         context.save_for_backward(hidden, weight)
         tokens, words = len(hidden), len(weight)
-        context.tile = (min(tokens, HEAD_TILE[0]), HEAD_TILE[1]), dtype
-        working = hidden.new_empty(context.tile[0], dtype=dtype)
+        context.tile, context.dtype = (min(tokens, HEAD_TILE[0]), HEAD_TILE[1]), dtype
+        working = _tile(context, hidden, weight[: HEAD_TILE[1]])
         if all_logits:  # as they are, and three times in fp32: copy, log_softmax, gradient
             working = (
                 hidden.new_empty(tokens, words, dtype=dtype),
@@ -176,10 +137,16 @@ class _Head(torch.autograd.Function):
     def backward(context: Any, gradient: Any) -> Any:
         hidden, weight = context.saved_tensors
         sums = [torch.empty_like(one, dtype=torch.float32) if one.requires_grad else None for one in (hidden, weight)]
-        tile = hidden.new_empty(context.tile[0], dtype=context.tile[1])
+        tile = _tile(context, hidden, weight[: 2 * HEAD_TILE[1]])  # a chunk is let go when the next is there
         found = [None if one is None else one.to(like.dtype) for one, like in zip(sums, (hidden, weight), strict=True)]
         del tile
         return *found, None, None
+
+
+def _tile(context: Any, hidden: Any, weight: Any) -> Any:
+    """Of logits, and what they are products of where that is cast."""
+    cast = hidden[: HEAD_TILE[0]].to(context.dtype), weight.to(context.dtype)
+    return hidden.new_empty(context.tile, dtype=context.dtype), cast
 
 
 class _Norm(torch.autograd.Function):
@@ -255,9 +222,15 @@ def _prepare(config: Any, wanted: Pass) -> Any:
     """The empty model as it trains: its adapters, what is frozen, and which layers recompute."""
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    config = deepcopy(config)
+    if wanted.tensor_parallel_size > 1:
+        text = config.get_text_config()
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            setattr(text, name, getattr(text, name) // wanted.tensor_parallel_size)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            deepcopy(config),
+            config,
             dtype=getattr(torch, wanted.dtype),
             attn_implementation="eager" if wanted.eager else _NAME,
             trust_remote_code=False,
@@ -304,38 +277,3 @@ def simulate(config: Any, wanted: Pass) -> PassMemory:
         loss.backward()
         del loss
     return PassMemory(kept, live.peak, sum(parameter.numel() for parameter in trained))
-
-
-_found: dict[str, PassMemory | None] = {}
-
-
-def simulated(config: Any, wanted: Pass) -> PassMemory | None:
-    """What `simulate` finds, once for each configuration; None for a model whose code looks at values, such as most routers.
-
-    Results are kept in ~/.cache/sft/memory ($XDG_CACHE_HOME), by the configuration, what is wanted, this file and versions.
-    """
-    versions = [version(name) for name in ("torch", "transformers", "peft")]
-    parts = [config.to_dict(), asdict(wanted), versions, Path(__file__).read_text(encoding="utf-8")]
-    key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    if key not in _found:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft" / "memory"
-        _found[key] = _load(folder / f"{key}.json") or _simulate_and_keep(config, wanted, folder / f"{key}.json")
-    return _found[key]
-
-
-def _load(file: Path) -> PassMemory | None:
-    try:
-        return PassMemory(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _simulate_and_keep(config: Any, wanted: Pass, file: Path) -> PassMemory | None:
-    try:
-        found = simulate(config, wanted)
-    except Exception:  # in whatever way the code of a model fails without values
-        return None
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, asdict(found))
-    return found

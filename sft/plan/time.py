@@ -17,6 +17,7 @@ from sft.plan.batch import sequences_per_epoch
 from sft.plan.case import Case
 from sft.plan.gpus import GpuModel, find_gpu
 from sft.plan.hardware import UNNAMED
+from sft.plan.pipeline import bubble
 from sft.plan.plan import Decision
 
 GUESSED_MFU = (0.3, 0.5)
@@ -123,6 +124,7 @@ def estimate_time(case: Case) -> TimeEstimate | str:
     once, again = _work(flops, tokens, targets, length, case.plan.gradient_checkpointing.value)
     low, high, words = _mfu(case, known)
     seconds = (once + again) / known.bf16_flops / case.hardware.ranks
+    seconds /= 1 - bubble(case.recipe.train.pipeline_parallel_size, case.plan.gradient_accumulation_steps.value)
     ends = seconds / high / 3600, seconds / low / 3600
     return TimeEstimate(tokens, targets, whole, once, ends, case.hardware.ranks, known.watts, words)
 

@@ -219,6 +219,7 @@ class Recipe(Section):
         switches = {
             f"train.tensor_parallel_size={self.train.tensor_parallel_size}": self.train.tensor_parallel_size > 1,
             f"train.sequence_parallel_size={self.train.sequence_parallel_size}": self.train.sequence_parallel_size > 1,
+            f"train.pipeline_parallel_size={self.train.pipeline_parallel_size}": self.train.pipeline_parallel_size > 1,
             # Each new length would be compiled, until torch gives up on the layer and trains it uncompiled.
             "model.compile=true": self.model.compile,
         }

@@ -123,6 +123,9 @@ class Train(Optimization):
     sequence_parallel_size: Annotated[int, FREE] = Field(default=1, gt=0)
     """GPUs that share the tokens of each sequence (DeepSpeed Ulysses). They see the same batch."""
 
+    pipeline_parallel_size: Annotated[int, FREE] = Field(default=1, gt=0)
+    """Stages that the layers are split into, each on GPUs of its own; micro-batches pass through them. docs/pipeline.md."""
+
     ddp_timeout: Annotated[int, FREE] = Field(default=600, gt=0)
     """Seconds after which a rank stops waiting for the others."""
 
@@ -273,6 +276,13 @@ class Train(Optimization):
         tensor, sequence = self.tensor_parallel_size, self.sequence_parallel_size
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each name the engine: give one of them")
+        others = {**engines, "tensor_parallel_size": tensor > 1, "sequence_parallel_size": sequence > 1}
+        found = " and ".join(name for name, value in others.items() if value not in (None, False))
+        if self.pipeline_parallel_size > 1 and found:
+            raise ValueError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} does not work with {found}: remove one of them. The GPUs of a stage "
+                "share its batches as DDP does"
+            )
         if tensor > 1 and self.deepspeed is not None:
             raise ValueError(
                 f"tensor_parallel_size={tensor} does not work with deepspeed={self.deepspeed}: remove one of them"

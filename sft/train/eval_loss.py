@@ -79,8 +79,7 @@ class EvalLoss(TrainerCallback):  # type: ignore[misc]
         """Mean loss per target token of the eval split, over all ranks; None where the training is to stop."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         # Ranks that share a batch measure the same sequences, each of them in full.
-        groups = trainer.data_parallel_ranks
-        group = accelerator.process_index // (accelerator.num_processes // groups)
+        groups, group = trainer.data_parallel_ranks, trainer.data_parallel_rank
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         with evaluating(trainer):
             for number in range(group, len(self.sequences), groups):

@@ -18,6 +18,7 @@ from trl import SFTTrainer
 from sft.data.formats import IGNORED
 from sft.errors import PlanError
 from sft.model.live import arithmetic, evaluating, unwrapped
+from sft.parallel.process_group import gather
 from sft.train.batches import Sequences
 
 DOCUMENTS, LONGEST = 4, 32
@@ -83,16 +84,19 @@ def probe(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> Pro
             alone = [_one_pass(trainer, [document], packed).states[0] for document in documents]
     moved = [_distance(*pair) for pair in zip(after.states, together.states, strict=True)]
     config = unwrapped(trainer).config.get_text_config()
+    differ = [_distance(*pair) for pair in zip(together.states, alone, strict=True)]
+    # Of all ranks: a pipeline stage sees the states that leave it.
+    figures = gather((np.max(moved[:changed] + moved[changed + 1 :]), np.max(differ), _all_finite(alone)))
     return Probe(
         # NaN where one of them is NaN.
-        moved=float(np.max(moved[:changed] + moved[changed + 1 :])),
-        differ=float(np.max([_distance(*pair) for pair in zip(together.states, alone, strict=True)])),
+        moved=float(np.max([one[0] for one in figures])),
+        differ=float(np.max([one[1] for one in figures])),
         attention_calls=calls,
         use_cache=together.use_cache,
         head_called=together.head_called,
         dtype=arithmetic(trainer),
         experts=any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
-        finite_alone=all(bool(states.isfinite().all()) for states in alone),
+        finite_alone=all(one[2] for one in figures),
     )
 
 
@@ -184,6 +188,10 @@ def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
     drawn = np.random.default_rng(0).choice(known, len(documents[changed]))
     following = known[(np.searchsorted(known, drawn) + 1) % len(known)]
     return np.where(drawn == documents[changed], following, drawn)
+
+
+def _all_finite(tensors: list[torch.Tensor]) -> bool:
+    return all(bool(one.isfinite().all()) for one in tensors)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

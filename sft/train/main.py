@@ -19,6 +19,7 @@ from sft.run.directory import Run
 from sft.train.arguments import training_arguments
 from sft.train.batches import training_sequences
 from sft.train.best import BestCheckpoint
+from sft.train.build import build_trainer, engine_callbacks
 from sft.train.eval_loss import eval_loss_of
 from sft.train.faults import Faults
 from sft.train.hooks import own_callbacks
@@ -28,7 +29,7 @@ from sft.train.profiling import Profile
 from sft.train.runtime_check import RuntimeCheck
 from sft.train.stopping import Stopping, leave_where_stopped
 from sft.train.tracker_runs import FlushTrackers, open_trackers
-from sft.train.trainer import RecipeTrainer, build_trainer, engine_callbacks
+from sft.train.trainer import RecipeTrainer
 from sft.train.watchdog import Watchdog, name_debug_files
 
 MakeEvaluation = Callable[[RecipeTrainer], TrainerCallback]
@@ -78,13 +79,11 @@ def train(
     lost = distributed.reporting_lost_ranks(recipe, trainer.doing, run, watchdog.stacks)
     with lost, reporting_out_of_memory(job, trainer.doing, trainer):
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
-    step = trainer.state.global_step
+    step, last = trainer.state.global_step, trainer.state.max_steps
     leave_where_stopped(job, stopping, step)
     if recipe.train.callbacks and best is None and distributed.is_rank_0():
-        early = (
-            f"The training ended after step {step} of {trainer.state.max_steps}, before its last: a callback ended it."
-        )
-        run.warn("callbacks", early if step < trainer.state.max_steps else None)
+        early = f"The training ended after step {step} of {last}, before its last: a callback ended it."
+        run.warn("callbacks", early if step < last else None)
     seconds = time.monotonic() - started
     lost = distributed.reporting_lost_ranks(recipe, "final/ was written", run)
     with lost, reporting_out_of_memory(job, "final/ was written", trainer):

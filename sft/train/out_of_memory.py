@@ -51,7 +51,7 @@ def reporting_out_of_memory(job: Job, doing: str | Callable[[], str], trainer: A
 def _message(job: Job, error: str, doing: str, trainer: Any) -> str:
     asked = re.search(r"Tried to allocate ([\d.]+ \wi?B)", error)
     requested = f"{asked[1]} more were requested" if asked else error.strip().splitlines()[0][:200]
-    planned = f" Planned were {job.plan.memory.value} GiB, for a micro-batch of 1." if job.plan.memory.value else ""
+    planned = f" Planned were {job.plan.memory.value} GiB." if job.plan.memory.value else ""
     words = join([str(job.recipe_path), *job.overrides])
     return (
         f"Rank {distributed.rank()} ran out of GPU memory while {doing}: {requested}. The peak was {_peak(trainer)}.{planned} The same "

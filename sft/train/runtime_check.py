@@ -29,6 +29,7 @@ from sft.parallel.sequence import sequence_parallel_ranks
 from sft.parallel.tensor import is_tensor_parallel, tensor_parallel_ranks
 from sft.plan.job import Job
 from sft.plan.parallelism import FSDP2
+from sft.plan.pipeline import PIPELINE, describe, layers_of_stages
 from sft.run.directory import Run
 from sft.train.arguments import planned_schedule
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
@@ -123,6 +124,9 @@ def _of_engine(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     yield Reading.equal("tensor_parallel_size", plan.tensor_parallel_size.value, tensor_parallel_ranks(trainer.model))
     sequence_ranks = sequence_parallel_ranks(trainer, attention)
     yield Reading.equal("sequence_parallel_size", plan.sequence_parallel_size.value, sequence_ranks)
+    if plan.pipeline_parallel_size.value > 1:
+        layers = layers_of_stages(job.recipe, job.model)
+        yield Reading.equal("layers of stages", describe(layers), describe(trainer.model_wrapped.layers_of_ranks()))
     if job.fsdp:
         yield from (Reading.equal(*reading) for reading in sharding_readings(trainer, job))
     yield Reading.equal("offloaded", _offload_words(*offloads), offloaded(engine.optimizer if engine else None))
@@ -143,6 +147,7 @@ def _engine_name(trainer: Any, engine: Any) -> str:
     if sharded_units(trainer.model_wrapped)[:1] == [trainer.model_wrapped]:
         return FSDP2
     known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1"}
+    known |= {"Pipeline": PIPELINE}
     alone = "one process" if trainer.accelerator.num_processes == 1 else "processes that do not know of each other"
     return known.get(type(trainer.model_wrapped).__name__, alone)
 

@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from transformers.trainer_callback import PrinterCallback
+from trl import SFTTrainer
 
 from sft.checkpoint.resume import ResumePlan
-from sft.checkpoint.trainer import CheckpointingTrainer, ResumedSettings
-from sft.data.tokenizer import new_token_ids
+from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.errors import ModelError
 from sft.hub.flops import model_flops
-from sft.model.adapters import add_adapters, lora_config, show_head, untrained_rows
 from sft.model.attention import NAME as VARLEN
-from sft.model.compiled_layers import compile_layers
-from sft.model.frozen import freeze
-from sft.model.gradient_checkpointing import SelectiveCheckpointing
-from sft.model.new_tokens import named
-from sft.model.quantization import adapters_stay_fp32
-from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import Prefetch
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard, no_masks_of_packs
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.plan.job import Job
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
-from sft.train.optimizers import build_arguments, build_muon
+from sft.train.optimizers import build_muon
 from sft.train.regularization import NoisyEmbeddings, smoothed
 from sft.train.speed import StepClock, peak_memory_gib
 from sft.train.stopping import Stopping
@@ -77,6 +67,10 @@ class Tally:
 
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Take part in the next `take`, whether or not this rank counts anything."""
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device) if self._sums is None else self._sums
 
     def add(self, outputs: Any) -> None:
         """Count a micro-batch."""
@@ -152,6 +146,20 @@ class RecipeTrainer(CheckpointingTrainer):
         return int(self.accelerator.num_processes) // (groups.non_data_parallel_size if groups else 1)
 
     @property
+    def data_parallel_rank(self) -> int:
+        """Which of them this rank belongs to."""
+        return int(self.accelerator.process_index) // self._sharing
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether this rank accounts for its batches: one of those that share them does."""
+        return int(self.accelerator.process_index) % self._sharing == 0
+
+    @property
+    def _sharing(self) -> int:
+        return int(self.accelerator.num_processes) // self.data_parallel_ranks
+
+    @property
     def gradients_divided_by(self) -> int:
         """What the engine divides the sum of the ranks' gradients by."""
         if self.sequence_parallel_size > 1 and self.model_wrapped.zero_optimization_stage() == 3:
@@ -174,8 +182,8 @@ class RecipeTrainer(CheckpointingTrainer):
     def get_train_dataloader(self) -> Any:
         """One batch for each group of ranks that share sequences, with the account of what it holds."""
         size, rank, ranks = self.sequence_parallel_size, self.accelerator.process_index, self.accelerator.num_processes
-        collator, sharing = self.data_collator, ranks // self.data_parallel_ranks
-        self.data_collator = Accounted(collator, counts=rank % sharing == 0)
+        collator = self.data_collator
+        self.data_collator = Accounted(collator, counts=self.counts_batches)
         if size > 1:
             collator.pad_to_multiple_of = size
             self.data_collator = PartOfSequences(self.data_collator, rank % size, size)
@@ -185,7 +193,7 @@ class RecipeTrainer(CheckpointingTrainer):
             # The eval loss gives each rank full sequences.
             self.data_collator = collator
         if size > 1:
-            share_batches(loader, size, rank, ranks)
+            share_batches(loader, ranks // size, rank // size)
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
@@ -224,12 +232,16 @@ class RecipeTrainer(CheckpointingTrainer):
         last = self._passes == self._batches
         if last and self.stopping is not None:
             self.stopping.reduce()
-        loss = super().training_step(*args, **kwargs)
+        loss = self.forward_backward(*args, **kwargs)
         if last:
             self.progress.at(OPTIMIZER)
         if self.sequence_parallel_size == 1:
             return loss
         return loss * (self.accelerator.num_processes // self.gradients_divided_by)
+
+    def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine's part of it; returns the loss."""
+        return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -336,60 +348,3 @@ class RecipeTrainer(CheckpointingTrainer):
         self.save_checkpoint(model, trial, goes_on=stopping is None or not stopping.agreed)
         if stopping is not None:
             stopping.saved(self.checkpoints.shortage, time.monotonic() - began, self.control)
-
-
-def build_trainer(
-    job: Job,
-    arguments: SFTConfig,
-    model: Any,
-    tokenizer: Any,
-    sequences: Sequences,
-    stopping: Stopping | None = None,
-    faults: Faults | None = None,
-    resume_plan: ResumePlan | None = None,
-) -> RecipeTrainer:
-    """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added."""
-    lora = job.recipe.model.lora
-    freeze(model, job.recipe.model.freeze)
-    if lora is not None:
-        # Under FSDP2 rank 0 alone may hold the weights yet; ZeRO-3 gathers them.
-        found = partial(untrained_rows, job, model, tokenizer, sequences.store)
-        untrained = distributed.from_rank_0(found) if job.fsdp else found()
-        if untrained and distributed.is_rank_0():
-            names = named(tokenizer, untrained)
-            print(
-                f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True
-            )
-        config = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
-    try:
-        model = add_adapters(job, model, config) if lora is not None else model
-        with adapters_stay_fp32(model):
-            trainer = RecipeTrainer(
-                job,
-                sequences,
-                stopping=stopping,
-                faults=faults,
-                resume_plan=resume_plan,
-                model=model,
-                args=arguments,
-                processing_class=tokenizer,
-                optimizer_cls_and_kwargs=build_arguments(job),
-            )
-    except ValueError as error:
-        if lora is None or "target" not in str(error).lower():
-            raise
-        raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
-    show_head(trainer.model)
-    if job.plan.compile.value:
-        compile_layers(trainer.model, job.plan.attention.value, job.hardware.gpu is not None)
-    return trainer
-
-
-def engine_callbacks(job: Job) -> list[TrainerCallback]:
-    """Complete the engine when the training begins, before the runtime check reads it."""
-    plan, ahead = job.plan, job.fsdp.prefetch if job.fsdp else None
-    return [
-        *([SelectiveCheckpointing()] if plan.gradient_checkpointing.value == "selective" else []),
-        ResumedSettings(plan.learning_rate.value),
-        *([Prefetch(ahead)] if ahead else []),
-    ]

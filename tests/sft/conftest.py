@@ -62,7 +62,7 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
     from sft.run.directory import Run
     from sft.train.arguments import training_arguments
     from sft.train.batches import Sequences
-    from sft.train.trainer import build_trainer, engine_callbacks
+    from sft.train.build import build_trainer, engine_callbacks
 
     def build(job: Job, *make_callbacks: Callable[[Any], Any], model: Any = None) -> Any:
         run, tokenizer = Run(tmp_path / "mine" / "first"), load_tokenizer(job.recipe)

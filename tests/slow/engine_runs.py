@@ -55,6 +55,12 @@ def fsdp(options: str = "", ranks: int = 2, nodes: int = 1, *overrides: str) -> 
     return Engine(ranks, (f"train.fsdp={{{options}}}", *overrides), "FSDP2", ALL, nodes=nodes)
 
 
+def stages(ranks: int, count: int, layers: str) -> Engine:
+    """Pipeline stages, with the layers of each."""
+    override = f"train.pipeline_parallel_size={count}"
+    return Engine(ranks, (override,), "pipeline parallel", running={"layers of stages": layers})
+
+
 SEQUENCE = ("train.sequence_parallel_size=2", "train.micro_batch_size=1")
 ENGINES = {
     "1": Engine(1),
@@ -72,6 +78,9 @@ ENGINES = {
     "2 tensor parallel": Engine(
         2, ("train.tensor_parallel_size=2",), "tensor parallel", running={"tensor_parallel_size": "2"}
     ),
+    "2 pipeline parallel": stages(2, 2, "0-1 | 2"),
+    "3 pipeline parallel": stages(3, 3, "0 | 1 | 2"),
+    "4 pipeline parallel, 2 x 2": stages(4, 2, "0-1 | 2"),
     "2 ZeRO-2, sequence parallel": zero(
         2, "zero2", "optimizer, gradients", "nothing", *SEQUENCE, sequence_parallel_size="2"
     ),
@@ -82,7 +91,16 @@ ENGINES = {
     "4 ZeRO-3": zero(4, "zero3", ALL),
     "4 FSDP2, hybrid": fsdp("sharding_strategy: hybrid_shard", 4, 2, "train.micro_batch_size=1"),
 }
-VERIFIED = ("1", "2 DDP", "2 ZeRO-2", "2 ZeRO-3", "2 FSDP2", "2 tensor parallel", "2 ZeRO-2, sequence parallel")
+VERIFIED = (
+    "1",
+    "2 DDP",
+    "2 ZeRO-2",
+    "2 ZeRO-3",
+    "2 FSDP2",
+    "2 tensor parallel",
+    "2 pipeline parallel",
+    "2 ZeRO-2, sequence parallel",
+)
 """Engines whose saves are verified: the end of each such run loads final/ in a process of its own."""
 
 _VERIFIED_KINDS = (

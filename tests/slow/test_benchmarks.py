@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.memory import GIB, MemoryEstimate
+from sft.plan.memory_estimate import GIB, MemoryEstimate
 from sft.recipe.schema import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -128,8 +128,11 @@ def test_planned_memory_is_compared_without_the_reserve(monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(BENCHMARKS)
     from gpu_parts import allocated
 
-    estimate = MemoryEstimate({"weights": 5.5 * GIB, "activations": 68.5 * GIB, "reserve": 5.5 * GIB}, 0.0)
-    sizes = estimate.as_json(Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 200.0))
+    parts, hardware = (
+        {"weights": 5.5, "activations": 68.5, "reserve": 5.5},
+        Hardware(Gpu("H100", 80.0, 9.0), 1, 1, 16, 200.0),
+    )
+    sizes = MemoryEstimate({name: size * GIB for name, size in parts.items()}, 0.0, hardware).as_json()
     assert allocated({"memory": sizes}) == pytest.approx(74.0)
     assert allocated({"memory": None}) is None
 

@@ -78,7 +78,7 @@ def found(run: Run) -> dict[str, str | None]:
 
 
 def test_the_plan_knows_how_large_checkpoints_and_final_are(recipe: Path, undisturbed: Run) -> None:
-    estimate = estimate_disk(open_job(recipe, [], Hardware(None, 1, 1, 2, 16.0)).case)
+    estimate = estimate_disk(open_job(recipe, [], Hardware(None, 1, 1, 2, 16.0)))
     assert estimate is not None
     for folder, expected in [(undisturbed.last_checkpoint(), estimate.checkpoint), (undisturbed.final, estimate.final)]:
         assert folder is not None

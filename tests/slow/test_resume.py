@@ -52,6 +52,7 @@ WHERE_IT_WAS = [
     ("2 FSDP2, full checkpoints", "packed"),
     ("2 tensor parallel", "padded"),
     ("2 ZeRO-2, sequence parallel", "padded"),
+    ("2 pipeline parallel", "packed"),
 ]
 
 
@@ -89,6 +90,9 @@ ELSEWHERE = [
     ("2 tensor parallel", "1", "packed"),
     ("2 ZeRO-2", "2 tensor parallel", "packed"),
     ("2 ZeRO-2, sequence parallel", "1", "packed"),
+    ("2 pipeline parallel", "1", "packed"),
+    ("2 pipeline parallel", "3 pipeline parallel", "packed"),
+    ("2 ZeRO-2", "2 pipeline parallel", "padded"),
     ("2 ZeRO-3", "2 ZeRO-2, sequence parallel", "packed"),
     ("1", "2 ZeRO-3", "padded, adapters"),
     # FSDP2 saves the weights of adapters under other names than their moments.
@@ -105,6 +109,7 @@ ELSEWHERE = [
 REPEATED = {
     ("2 ZeRO-2 offload", "1", "packed"),
     ("2 ZeRO-2", "2 tensor parallel", "packed"),
+    ("2 ZeRO-2", "2 pipeline parallel", "padded"),
     ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
     ("1", "2 ZeRO-2", "packed, bf16"),
 }

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 WITH_ADAPTERS = ["2 DDP", "2 ZeRO-1", "2 ZeRO-3", "2 ZeRO-3 offload", "2 FSDP2"]
-PADDED = ["2 ZeRO-2", "2 ZeRO-3", "2 tensor parallel", "2 ZeRO-2, sequence parallel"]
+PADDED = ["2 ZeRO-2", "2 ZeRO-3", "2 tensor parallel", "2 pipeline parallel", "2 ZeRO-2, sequence parallel"]
 CASES = [
     *(("packed", engine) for engine in list(ENGINES)[1:]),
     *(("padded", engine) for engine in PADDED),
@@ -53,6 +53,7 @@ REPEATED = {
     ("packed", "1, compiled"),
     ("packed", "2 ZeRO-2 offload"),
     ("packed", "4 ZeRO-2"),
+    ("packed", "3 pipeline parallel"),
     ("padded", "2 ZeRO-2"),
     ("padded, adapters", "2 ZeRO-1"),
     ("padded, adapters", "2 ZeRO-3 offload"),
@@ -69,7 +70,7 @@ def test_every_engine_and_number_of_ranks_trains_the_same(kind: str, name: str, 
     running = {"engine": row.engine, "processes": str(row.ranks), "sharded": row.sharded, "offloaded": row.offloaded}
     assert run.record["running"].items() >= (running | row.running).items()
     planned = decisions(run)
-    sharing = 2 if "parallel" in name else 1
+    sharing = 3 if name == "3 pipeline parallel" else 2 if "parallel" in name else 1
     assert planned["data_parallel_ranks"] == row.ranks // sharing
     slots = planned["micro_batch_size"] * planned["gradient_accumulation_steps"] * planned["data_parallel_ranks"]
     assert slots - planned["empty_sequences_per_step"] == planned["global_batch_size"] == 8

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
+from sft import files
 from sft.data.sources import source_files
 from sft.errors import DataError, ModelError
+from sft.hub import model_facts
 from sft.hub.demo import Demo
 from sft.hub.model_facts import Architecture, ModelFacts, empty_model, inspect_model, read_architecture
 from sft.hub.names import model_path
-from sft.recipe.schema import Recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -97,7 +101,7 @@ def test_a_config_that_no_decoder_can_be_built_from_is_one_message(
 
 def test_what_the_hub_would_have_to_tell_is_left_open_for_a_plan(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("model.name_or_path=some-owner/no-such-model")
-    assert inspect_model(recipe, download=False) == ModelFacts("some-owner/no-such-model")
+    assert inspect_model(recipe, to_run=False) == ModelFacts("some-owner/no-such-model")
 
 
 def test_a_cached_hub_model_is_known_by_its_commit(
@@ -111,8 +115,41 @@ def test_a_cached_hub_model_is_known_by_its_commit(
     (repository / "snapshots" / commit).mkdir(parents=True)
     shutil.copy(change() / "config.json", repository / "snapshots" / commit)
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"), raising=False)
-    facts = inspect_model(make_recipe("model.name_or_path=some/model"))
-    assert (facts.commit, facts.parameters) == (commit, inspect_model(make_recipe()).parameters)
+    for to_run in (True, False):
+        facts = inspect_model(make_recipe("model.name_or_path=some/model"), to_run)
+        assert (facts.commit, facts.parameters) == (commit, inspect_model(make_recipe()).parameters)
+
+
+def test_what_is_known_of_a_model_is_kept_and_torch_imported_once(
+    change: Callable[..., Path], make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "_made", {})
+    name = f"model.name_or_path={change(num_hidden_layers=1)}"
+    program = (
+        "import sys; from sft.recipe.load import load_recipe; from pathlib import Path;"
+        "from sft.hub.model_facts import inspect_model;"
+        "inspect_model(load_recipe(Path('recipes/tiny.yaml'), sys.argv[1:])); print('torch' in sys.modules)"
+    )
+    freeze = "model.freeze=[embed]"
+    assert inspect_model(make_recipe(name, freeze)).frozen_parameters == 544 * 128
+    assert inspect_model(make_recipe(name)).frozen_parameters == 0
+    words = [sys.executable, "-c", program, name, freeze]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma3", "gpt2", "lfm2"])
+def test_what_is_kept_of_any_model_is_what_was_found(
+    kind: str, change: Callable[..., Path], make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = change()
+    CONFIG_MAPPING[kind](pad_token_id=None).save_pretrained(folder)
+    recipe = make_recipe(f"model.name_or_path={folder}")
+    found, settings = inspect_model(recipe, to_run=False), json.loads((folder / "config.json").read_text())
+    assert found == model_facts._inspected(recipe, str(folder), None, settings)
+    assert found.config == settings
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "phi3", "smollm3", "olmo2"])

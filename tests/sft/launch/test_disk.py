@@ -47,7 +47,7 @@ def job(tmp_path: Path, *overrides: str, hardware: Hardware = CPU) -> Job:
 def test_a_parameter_takes_its_weights_moments_and_copies(
     overrides: list[str], hardware: Hardware, expected: tuple[int, int], tmp_path: Path
 ) -> None:
-    assert bytes_per_parameter(job(tmp_path, *overrides, hardware=hardware).case) == expected
+    assert bytes_per_parameter(job(tmp_path, *overrides, hardware=hardware)) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_there_must_be_room_for_one_checkpoint_more_than_is_kept(
 ) -> None:
     planned = job(tmp_path, "train.save_steps=200", "train.save_total_limit=2")
     planned = replace(planned, plan=replace(planned.plan, max_steps=Decision(steps, "here")))
-    assert checkpoints_to_come(planned.case, there) == expected
+    assert checkpoints_to_come(planned, there) == expected
 
 
 def test_the_best_checkpoint_is_kept_besides(tmp_path: Path) -> None:
     best = ["data.held_out=0.1", "train.load_best_model_at_end=true"]
     planned = job(tmp_path, "train.save_steps=200", "train.save_total_limit=2", "train.max_steps=2000", *best)
-    assert checkpoints_to_come(planned.case, 0) == 4
+    assert checkpoints_to_come(planned, 0) == 4
 
 
 def test_a_disk_without_room_is_told_with_both_sizes_and_a_remedy(
@@ -85,38 +85,36 @@ def test_a_disk_without_room_is_told_with_both_sizes_and_a_remedy(
 def test_adapters_take_little_in_a_checkpoint_and_the_whole_model_in_final(tmp_path: Path) -> None:
     planned = job(tmp_path, "model.lora={r: 8}", "train.max_steps=10", "train.save_steps=10", hardware=H100)
     widths, parameters = planned.model.linear_widths, planned.model.parameters
-    found = estimate_disk(planned.case)
+    found = estimate_disk(planned)
     assert found is not None and widths is not None and parameters is not None
     assert found.checkpoint == 12 * 8 * widths
     assert (found.final, found.checkpoints) == (2 * parameters + 4 * 8 * widths, 1)
     assert found.total == found.checkpoint + found.final + found.prepared
     more = job(tmp_path, "model.lora={r: 8, rank_pattern: {down_proj: 32}, modules_to_save: [lm_head]}", hardware=H100)
-    assert more.case.adapter_parameters == 32 * widths + (planned.model.vocab_size or 0) * (
-        planned.model.hidden_size or 0
-    )
+    assert more.adapter_parameters == 32 * widths + (planned.model.vocab_size or 0) * (planned.model.hidden_size or 0)
 
 
 def test_saving_by_epoch_counts_epochs_and_without_data_all_that_are_kept(tmp_path: Path) -> None:
     words = ("train.save_strategy=epoch", "train.num_train_epochs=2", "train.save_total_limit=4")
     planned = job(tmp_path, *words)
-    assert checkpoints_to_come(planned.case, 0) == 2
+    assert checkpoints_to_come(planned, 0) == 2
     unknown = replace(planned.plan, steps_per_epoch=Decision(None, "here"), max_steps=Decision(50, "here"))
-    assert checkpoints_to_come(replace(planned, plan=unknown).case, 0) == 5
+    assert checkpoints_to_come(replace(planned, plan=unknown), 0) == 5
 
 
 def test_without_checkpoints_only_final_counts(tmp_path: Path) -> None:
     planned = job(tmp_path, "train.save_strategy=no")  # which YAML reads as false
-    found = estimate_disk(planned.case)
+    found = estimate_disk(planned)
     assert found is not None
     assert (found.checkpoints, found.total) == (0, found.final + found.prepared)
 
 
 def test_prepared_data_counts_until_it_is_prepared(tmp_path: Path) -> None:
     planned = job(tmp_path)
-    estimated, data = estimate_disk(planned.case), planned.data
+    estimated, data = estimate_disk(planned), planned.data
     assert estimated is not None and data is not None
     assert 0 < estimated.prepared == 5 * data.tokens + 60 * data.documents
-    counted = estimate_disk(planned.with_data(replace(data, exact=True)).case)
+    counted = estimate_disk(planned.with_data(replace(data, exact=True)))
     assert counted is not None and counted.prepared == 0
     assert planned.plan.disk.value is not None
     assert "prepared data" in planned.plan.disk.reason
@@ -125,5 +123,5 @@ def test_prepared_data_counts_until_it_is_prepared(tmp_path: Path) -> None:
 def test_a_model_of_unknown_size_has_no_estimate(tmp_path: Path) -> None:
     planned = job(tmp_path)
     unknown = replace(planned, model=replace(planned.model, parameters=None))
-    assert estimate_disk(unknown.case) is None
+    assert estimate_disk(unknown) is None
     assert disk(unknown).problem is None

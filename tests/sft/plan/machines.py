@@ -8,14 +8,25 @@ from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
 QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768)
-# Their config.json's numbers: parameters, vocabulary, hidden size, layers.
+# Their config.json's numbers: parameters, vocabulary, hidden size, layers, width of the MLP.
 MODELS = {
-    name: ModelFacts(name, kind, "bfloat16", 32768, parameters, words, hidden, layers)
-    for name, kind, parameters, words, hidden, layers in (
-        ("Qwen/Qwen2.5-3B", "qwen2", 3_085_938_688, 151_936, 2048, 36),
-        ("Qwen/Qwen2.5-7B", "qwen2", 7_615_616_512, 152_064, 3584, 28),
-        ("Qwen/Qwen2.5-14B", "qwen2", 14_770_033_664, 152_064, 5120, 48),
-        ("meta-llama/Llama-3.1-70B", "llama", 70_553_706_496, 128_256, 8192, 80),
+    # An adapter for each linear layer: query, key, value and output have about 11 h inputs and outputs, gate, up, down 3 (h + f).
+    name: ModelFacts(
+        name,
+        kind,
+        "bfloat16",
+        32768,
+        parameters,
+        words,
+        hidden,
+        layers,
+        linear_widths=layers * (11 * hidden + 3 * width),
+    )
+    for name, kind, parameters, words, hidden, layers, width in (
+        ("Qwen/Qwen2.5-3B", "qwen2", 3_085_938_688, 151_936, 2048, 36, 11_008),
+        ("Qwen/Qwen2.5-7B", "qwen2", 7_615_616_512, 152_064, 3584, 28, 18_944),
+        ("Qwen/Qwen2.5-14B", "qwen2", 14_770_033_664, 152_064, 5120, 48, 13_824),
+        ("meta-llama/Llama-3.1-70B", "llama", 70_553_706_496, 128_256, 8192, 80, 28_672),
     )
 }
 

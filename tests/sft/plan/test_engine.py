@@ -9,11 +9,13 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
-from sft.plan.engine import choose_engine, open_deepspeed, resolve_memory
+from sft.plan.engine import choose_engine, open_deepspeed, planned_memory, resolve_memory
 from sft.plan.fit import MEMORIES
 from sft.plan.hardware import Gpu, Hardware, described_hardware, machine
-from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, Engine, engine_of, estimate_memory
+from sft.plan.memory import CPU_FACTOR, ENGINES, Engine, engine_of, estimate_memory
+from sft.plan.memory_estimate import GIB
 from sft.plan.parallelism import mesh_shape, resolve_fsdp
+from sft.plan.plan import TuningResult
 from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Recipe
 from tests.sft.plan.machines import MODELS, QWEN, MakeRecipe, cpu, gpus
@@ -130,10 +132,11 @@ def test_every_cell_is_an_engine_that_fits_or_a_refusal(
         need = estimate_memory(recipe, hardware, model, ENGINES[found.value or "none"])
         assert need.gpu_bytes <= memory * GIB
         assert need.cpu <= hardware.cpu_memory_gib * GIB
-        shown, _ = resolve_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
+        planned = planned_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
+        shown = resolve_memory(planned, hardware, 1)
         assert shown.value == round(need.gpu_bytes / GIB, 1)
         assert "WARNING" not in shown.reason
-        assert need.words(hardware) in shown.reason
+        assert need.words in shown.reason
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -222,7 +225,43 @@ def test_fsdp2_shards_what_zero_3_shards_of_fp32_weights(make_recipe: MakeRecipe
     offloaded = gpu("train.fsdp={offload_params: true}")
     assert all(offloaded[name] == 0 for name in STATES)
     recipe = make_recipe("train.fsdp={}", "train.global_batch_size=64")
-    value, sizes = resolve_memory(recipe, eight, QWEN_3B, None)
-    assert value.value is not None
-    assert sizes is not None
-    assert sizes["peak"] == sum(sizes[name] for name in (*STATES, "activations", "buffers", "reserve")) // 1
+    estimate = planned_memory(recipe, eight, QWEN_3B, None)
+    assert estimate is not None
+    assert estimate.gpu_bytes == sum(estimate.gpu[name] for name in (*STATES, "activations", "buffers", "reserve"))
+
+
+def test_an_open_micro_batch_is_counted_as_planned_and_is_the_largest_that_fits(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(*LONG[1:], "data.packing=false", "train.deepspeed=zero2")
+    for memory, size in ((80, 4), (48, 2), (38, 1)):
+        hardware, file = described_hardware(f"8x{memory}GB"), load_deepspeed("zero2")
+        plan = resolve_plan(recipe, hardware, QWEN_7B, None, file)
+        assert (plan.micro_batch_size.value, f"for a micro-batch of {size}:" in plan.memory.reason) == (size, True)
+        stated = recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch_size": size})})
+        assert resolve_plan(stated, hardware, QWEN_7B, None, file).memory == plan.memory
+        assert "WARNING" not in plan.memory.reason
+    assert plan.micro_batch_size.reason.endswith("2 would not fit")
+
+
+def test_what_auto_tuning_found_is_what_is_counted(make_recipe: MakeRecipe) -> None:
+    hardware, tuned = described_hardware("1x80GB"), TuningResult(False, 2, "measured")
+    plan = resolve_plan(make_recipe(*LONG[1:]), hardware, QWEN_3B, tuned=tuned)
+    stated = make_recipe(*LONG[1:], "train.gradient_checkpointing=false", "train.micro_batch_size=2")
+    assert plan.memory == resolve_plan(stated, hardware, QWEN_3B).memory
+
+
+def test_gradients_take_what_the_plan_adds_them_up_in(make_recipe: MakeRecipe) -> None:
+    for micro, width in ((2, 4), (8, 2)):
+        recipe = make_recipe("train.global_batch_size=8", f"train.micro_batch_size={micro}")
+        plan = resolve_plan(recipe, gpus(1), QWEN_3B)
+        assert plan.gradients.value == ("fp32" if width == 4 else "bf16")
+        assert plan.memory_estimate is not None
+        assert plan.memory_estimate.gpu["gradients"] == width * (QWEN_3B.parameters or 0)
+
+
+def test_ranks_that_share_layers_hold_shards_and_gather_the_head(make_recipe: MakeRecipe) -> None:
+    recipe, embedding = make_recipe("train.tensor_parallel_size=4"), 152_064 * 3584
+    need = estimate_memory(recipe, gpus(4), QWEN_7B, ENGINES["none"])
+    shard = (QWEN_7B.parameters or 0) / 4
+    assert need.gpu["weights"] == pytest.approx(6 * shard, rel=0.1)
+    assert (need.gpu["gradients"], need.gpu["optimizer"]) == (4 * shard, 8 * shard)
+    assert need.gpu["buffers"] == 4 * embedding

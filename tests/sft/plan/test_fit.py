@@ -7,7 +7,7 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import ModelFacts
-from sft.plan.fit import Fit, changed, describe, fit, memory_of, planned
+from sft.plan.fit import Fit, changed, describe, fit, planned
 from sft.plan.hardware import Hardware, described_hardware
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
@@ -62,8 +62,9 @@ def test_each_proposal_runs_and_fits_when_it_is_planned_as_it_is_shown(
         words, _, machine = describe(one).partition("--on ")
         there = described_hardware(machine) if machine else hardware
         case = planned(parse_recipe(RECIPE, [*overrides, *words.split()]), there, model, None)
-        assert memory_of(case).fits(there), describe(one)
-        assert memory_of(case) == one.memory
+        estimate = case.plan.memory_estimate
+        assert estimate is not None and estimate.lack is None, describe(one)
+        assert (estimate.gpu, estimate.cpu) == (one.memory.gpu, one.memory.cpu)
 
 
 @pytest.mark.parametrize(("model", "on", "overrides"), DO_NOT_FIT)
@@ -137,7 +138,7 @@ def test_another_machine_has_more_gpus_or_larger_ones() -> None:
 def test_what_fits_needs_no_change() -> None:
     found, _, hardware = fitted(B3, "8xH100", "train.parallel=auto")
     assert (found.lack, found.proposals) == (None, ())
-    assert found.memory is not None and found.memory.fits(hardware)
+    assert found.memory is not None and found.memory.hardware == hardware
 
 
 def test_a_recipe_that_could_not_run_with_any_memory_is_refused_as_by_the_plan() -> None:

@@ -10,7 +10,8 @@ from sft.errors import PlanError
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed
 from sft.plan.engine import order_of_engines
 from sft.plan.hardware import Hardware
-from sft.plan.memory import ENGINES, GIB, estimate_memory
+from sft.plan.memory import ENGINES, estimate_memory
+from sft.plan.memory_estimate import GIB
 from sft.plan.optimizer import state_bytes
 from sft.plan.resolve import resolve_plan
 from tests.sft.plan.machines import QWEN, MakeRecipe, cpu, gpus

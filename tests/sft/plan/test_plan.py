@@ -14,7 +14,8 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import REASON, Job, keep_decisions
-from sft.plan.plan import memory_bars, print_plan
+from sft.plan.memory_estimate import memory_bars
+from sft.plan.plan import print_plan
 from sft.plan.precision import MASTER, resolve_precision
 from sft.plan.resolve import resolve_plan
 from sft.plan.warnings import plan_warnings
@@ -202,7 +203,8 @@ DATA = DataFacts(1000, 100_000, 50_000, 640, exact=True)
 
 
 def job_of(recipe: Recipe, hardware: Hardware) -> Job:
-    return Job(recipe, Path("mine.yaml"), (), hardware, LARGE, None, resolve_plan(recipe, hardware, LARGE))
+    plan = resolve_plan(recipe, hardware, LARGE)
+    return Job(recipe, hardware, LARGE, None, plan, recipe_path=Path("mine.yaml"), overrides=())
 
 
 def decisions(job: Job) -> dict[str, Any]:

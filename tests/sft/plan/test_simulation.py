@@ -11,8 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
+from sft import files
+from sft.hub.model_facts import ModelFacts
 from sft.plan import simulation
-from sft.plan.simulation import Pass, simulate, simulated
+from sft.plan.memory import simulated
+from sft.plan.passes import Pass
+from sft.plan.simulation import simulate
 from sft.recipe.schema import Lora
 
 SIZES: dict[str, Any] = {
@@ -33,6 +37,7 @@ PLAIN = Pass(
     eager=False,
     fp32_gradients=False,
     all_logits=False,
+    tensor_parallel_size=1,
     lora=None,
     freeze=(),
 )
@@ -100,6 +105,15 @@ def test_adapters_count_what_peft_makes_and_frozen_layers_keep_less() -> None:
     assert frozen.kept < simulate(QWEN, PLAIN).kept / 2
 
 
+def test_ranks_that_share_layers_divide_what_is_inside_and_not_what_goes_between() -> None:
+    every = replace(PLAIN, recompute_every=1)
+    assert simulate(QWEN, replace(every, tensor_parallel_size=2)).kept == simulate(QWEN, every).kept
+    plain, two = simulate(LLAMA, PLAIN), simulate(LLAMA, replace(PLAIN, tensor_parallel_size=2))
+    # Per layer and token: query, key, value, attention's output and a number for each head; gate, its activation, up, their product.
+    inside = 4 * 64 + 4 + 4 * 160
+    assert plain.kept - two.kept == inside / 2 * 4 * 4 * 256
+
+
 def frozen_size() -> int:
     model = AutoModelForCausalLM.from_config(QWEN)
     named = model.named_parameters()
@@ -121,24 +135,29 @@ def test_autocast_keeps_fp32_between_layers_and_half_inside() -> None:
     assert kept == sorted(set(kept))
 
 
+def saved(config: Any, folder: Path) -> ModelFacts:
+    config.save_pretrained(folder)
+    return ModelFacts(str(folder), config=config.to_dict())
+
+
 def test_a_result_is_kept_on_disk_until_what_it_follows_from_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(simulation, "_found", {})
-    first = simulated(QWEN, PLAIN)
-    [file] = (tmp_path / "sft" / "memory").glob("*.json")
-    assert first is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    qwen, llama = saved(QWEN, tmp_path / "qwen"), saved(LLAMA, tmp_path / "llama")
+    first = simulated(qwen, PLAIN)
+    [file] = (tmp_path / "cache" / "sft" / "memory").glob("*.json")
+    assert first == simulate(QWEN, PLAIN)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"peak": 1}))
-    monkeypatch.setattr(simulation, "_found", {})
-    found = simulated(QWEN, PLAIN)
+    monkeypatch.setattr(files, "_made", {})
+    found = simulated(qwen, PLAIN)
     assert found is not None
     assert found.peak == 1
-    assert simulated(QWEN, replace(PLAIN, tokens=257)) != found
-    assert simulated(LLAMA, PLAIN) != found
+    assert simulated(qwen, replace(PLAIN, tokens=257)) != found
+    assert simulated(llama, PLAIN) != found
     file.write_text("cut off")
-    monkeypatch.setattr(simulation, "_found", {})
-    assert simulated(QWEN, PLAIN) == first
+    monkeypatch.setattr(files, "_made", {})
+    assert simulated(qwen, PLAIN) == first
 
 
 def test_what_cannot_be_simulated_is_none_and_leaves_transformers_as_it_was(
@@ -146,10 +165,10 @@ def test_what_cannot_be_simulated_is_none_and_leaves_transformers_as_it_was(
 ) -> None:
     from transformers.models.qwen2 import modeling_qwen2
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plain = modeling_qwen2.apply_rotary_pos_emb
     simulate(QWEN, replace(PLAIN, liger=True))
     assert modeling_qwen2.apply_rotary_pos_emb is plain
     broken = Qwen2Config(**SIZES | {"num_attention_heads": 7}, num_key_value_heads=2)
-    assert simulated(broken, PLAIN) is None
+    assert simulated(saved(broken, tmp_path / "broken"), PLAIN) is None
     assert simulate(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4), PLAIN).kept

@@ -1,0 +1,108 @@
+"""Holds what a training needs of each GPU and of the machine's memory, beside what there is, and draws it. sft/plan/memory.py counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sft.plan.hardware import Hardware
+
+GIB = 2**30
+SUBSTITUTES = {
+    "attention": "FlashAttention: keeps query, key, value, output and an fp32 number for each query and head",
+    "loss head": "TRL's fused head: a tile of logits, and gradients in fp32",
+    "norms, rotary embedding, MLP": "Liger's kernels, where they run: keep their inputs, and write gradients over them",
+}
+"""What stands for the kernels of a GPU in a simulated pass."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each GPU, part by part, and of each node's memory, all its ranks together."""
+
+    gpu: Mapping[str, float]
+    cpu: float
+    hardware: Hardware
+    """What it is counted for, and must fit."""
+    simulated: bool = False
+    """Whether a simulated pass gave the activations, and not arithmetic for a plain decoder."""
+
+    @property
+    def gpu_bytes(self) -> float:
+        """On each GPU."""
+        return sum(self.gpu.values())
+
+    @property
+    def gpu_gib(self) -> float:
+        """That each GPU has."""
+        assert self.hardware.gpu
+        return self.hardware.gpu.memory_gib
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes on each GPU by category, `peak` with the reserve among them; `machine` is what the ranks of a node need of its memory."""
+        found = {name: int(size) for name, size in self.gpu.items()}
+        found |= {"peak": int(self.gpu_bytes), "available": int(self.gpu_gib * GIB)}
+        found |= {"machine": int(self.cpu), "machine_available": int(self.hardware.cpu_memory_gib * GIB)}
+        return found | {"simulated": self.simulated, "substitutes": SUBSTITUTES if self.simulated else {}}
+
+    @property
+    def lack(self) -> str | None:
+        """What there is too little of, such as `90.1 of 80 GiB`; None where the estimate fits."""
+        if self.gpu_bytes > self.gpu_gib * GIB:
+            return self._of_gpu
+        return f"{self._of_machine} of the machine's memory" if self.cpu > self.hardware.cpu_memory_gib * GIB else None
+
+    @property
+    def _of_gpu(self) -> str:
+        return f"{self.gpu_bytes / GIB:.1f} of {self.gpu_gib:.0f} GiB"
+
+    @property
+    def _of_machine(self) -> str:
+        return f"{self.cpu / GIB:.0f} of {self.hardware.cpu_memory_gib:.0f} GiB"
+
+    @property
+    def short(self) -> str:
+        """Needed and there: `21.5 of 80 GiB`."""
+        assumed = " (assumed; --on 8x80GB+1000GB states it)" if self.hardware.cpu_memory_assumed else ""
+        return self._of_gpu + (f"; {self._of_machine} of the machine's memory{assumed}" if self.cpu else "")
+
+    @property
+    def words(self) -> str:
+        """The sum: `weights 5.7 + ... = 38.0 of 80 GiB`."""
+        return (
+            " + ".join(f"{name} {size / GIB:.1f}" for name, size in self.gpu.items() if size >= 0.05 * GIB)
+            + f" = {self.short}"
+        )
+
+
+_BAR = 48  # columns that stand for the memory of a GPU
+
+
+def memory_bars(sizes: Mapping[str, Any], mark: str = "█", engine: str = "") -> list[str]:
+    """Lines with a bar for each category of a GPU's memory, each where the one before ends, and the headroom.
+
+    >>> print(*memory_bars({"weights": 2**33, "activations": 2**32, "peak": 3 * 2**32, "available": 2**34}, "#"), sep="\\n")
+    Memory of each GPU, in GiB:
+      weights      ########################                            8.0
+      activations                          ############                4.0
+      headroom                                                         4.0 of 16
+    """
+    available, peak = sizes["available"], sizes["peak"]
+    scale, end = _BAR / max(available, peak), 0.0
+    lines = [f"Memory of each GPU{f' with {engine}' if engine else ''}, in GiB:"]
+    for name in ("weights", "gradients", "optimizer", "activations", "buffers", "reserve"):
+        if size := sizes.get(name, 0):
+            begin, end = end, end + size
+            length = max(1, round(end * scale) - round(begin * scale))
+            bar = " " * min(round(begin * scale), _BAR - length) + mark * length
+            lines.append(f"  {name:12} {bar:{_BAR}} {size / 2**30:6.1f}")
+    what = "headroom" if peak <= available else "too much"
+    lines.append(f"  {what:12} {'':{_BAR}} {abs(available - peak) / 2**30:6.1f} of {available / 2**30:.0f}")
+    if needed := sizes.get("machine"):
+        memory = sizes["machine_available"]
+        lack = ": too much" if needed > memory else ""
+        lines.append(
+            f"  {'machine':12} {'':{_BAR}} {needed / 2**30:6.1f} of {memory / 2**30:.0f}, of all its ranks{lack}"
+        )
+    return lines

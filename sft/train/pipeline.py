@@ -1,0 +1,134 @@
+"""The trainer of a model in pipeline stages: what differs from other engines (sft/parallel/pipeline.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_
+from transformers.trainer import SCHEDULER_NAME
+
+from sft.checkpoint.reshard import FullTensors, source_names
+from sft.checkpoint.resume import ResumePlan
+from sft.hub.flops import model_flops
+from sft.parallel import process_group as distributed
+from sft.parallel.patches import no_masks_of_packs
+from sft.parallel.pipeline import Item, Pipeline, place, take_stage
+from sft.parallel.sequence import share_batches
+from sft.plan.job import Job
+from sft.plan.pipeline import layers_of_stages
+from sft.train.batches import Sequences
+from sft.train.trainer import RecipeTrainer, is_plain
+
+
+class PipelineTrainer(RecipeTrainer):
+    """RecipeTrainer whose ranks each hold a stage. transformers calls it for each micro-batch; the last call of a step runs all of them."""
+
+    def __init__(self, job: Job, sequences: Sequences, **arguments: Any) -> None:
+        stages, whole = layers_of_stages(job.recipe, job.model), arguments["model"]
+        flops, (self._stage, self._replica) = model_flops(whole), place(len(stages))
+        tied = take_stage(whole, stages, self._stage)
+        super().__init__(job, sequences, **arguments)
+        assert is_plain(self), "sft/plan/pipeline.py lets through no other loss"
+        self.work.flops = flops
+        self.pipeline = Pipeline(self.model, stages, tied, self.args.device)
+        self._waiting: list[dict[str, Any]] = []
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Pipeline:
+        return self.pipeline
+
+    # Batches: all stages of a replica load the same, and the first counts them.
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Replicas of the pipeline."""
+        return int(self.accelerator.num_processes) // self.job.plan.pipeline_parallel_size.value
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of them this rank belongs to."""
+        return self._replica
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether this rank accounts for its batches."""
+        return self._stage == 0
+
+    @property
+    def gradients_divided_by(self) -> int:
+        """1: the pipeline adds up its replicas' gradients."""
+        return 1
+
+    def get_train_dataloader(self) -> Any:
+        """The batches of this rank's replica."""
+        loader = super().get_train_dataloader()
+        share_batches(loader, self.data_parallel_ranks, self.data_parallel_rank)
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        # transformers adds up those of all ranks.
+        return super()._get_num_items_in_batch(batch_samples, device) / self.job.plan.pipeline_parallel_size.value
+
+    # A step.
+
+    def forward_backward(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Keep the micro-batch; at the step's last one run all of them."""
+        self._waiting.append(self._prepare_inputs(inputs))
+        if len(self._waiting) < self._batches:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        model.train()
+        self.tally.begin(self.args.device)
+
+        def compute(part: Any, batch: dict[str, Any]) -> torch.Tensor:
+            loss: torch.Tensor = self.compute_loss(part, batch, num_items_in_batch=num_items_in_batch)
+            return loss
+
+        with no_masks_of_packs() if self.takes_boundaries else nullcontext():
+            loss = self.pipeline.step(batches, compute, self.compute_loss_context_manager)
+        return loss * int(self.accelerator.num_processes)  # transformers logs the mean over all ranks
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        norm = self.pipeline.gradient_norm()
+        clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
+        return norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(model, self.pipeline.gradient_norm() if grad_norm is None else grad_norm)
+
+    # Checkpoints: weights as one file, the optimizer's state by stage and tensor name.
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether rank 0 gets this rank's tensors by `of_all_stages`."""
+        return self._replica == 0
+
+    def of_all_stages(self, items: Iterable[Item]) -> Iterator[Item]:
+        """On rank 0 what each stage has."""
+        return self.pipeline.collect(items)
+
+    def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
+        state = dict(self.of_all_stages((name, one.cpu()) for name, one in self.pipeline.own_tensors().items()))
+        if self.args.should_save:
+            self.model.save_pretrained(output_dir, state_dict=state)
+            self.processing_class.save_pretrained(output_dir)
+
+    def _save_optimizer(self, output_dir: str) -> None:
+        if self._replica == 0:
+            states = self.optimizer.optimizer.state
+            own = {name: states[one] for name, one in self.pipeline.own_parameters().items() if one in states}
+            torch.save(own, Path(output_dir, f"optimizer_{self.args.process_index}.pt"))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _open(self, plan: ResumePlan) -> tuple[Any, FullTensors, dict[str, str]]:
+        module, tensors, sources = super()._open(plan)
+        together = {name for one in distributed.gather(set(sources.values())) for name in one}
+        assert together == tensors.names, f"stages lack {sorted(tensors.names - together)[:3]}"
+        return module, tensors, sources
+
+    def _source_names(self, module: Any, tensors: FullTensors) -> dict[str, str]:
+        return source_names(module, tensors, is_part=True)

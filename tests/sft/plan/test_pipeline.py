@@ -1,0 +1,115 @@
+"""How layers are split into stages, how long stages wait, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from sft.errors import PlanError, RecipeError
+from sft.hub.model_facts import ModelFacts
+from sft.plan.pipeline import bubble, describe, layers_of_stages, split_layers
+from sft.plan.resolve import resolve_plan
+from tests.sft.plan.machines import MODELS, MakeRecipe, cpu, gpus
+
+LLAMA = ModelFacts("some/model", "llama", "bfloat16", 2048, 1_000_000, 640, 64, 6)
+STAGES = "train.pipeline_parallel_size="
+
+
+@pytest.mark.parametrize("layers", range(2, 12))
+@pytest.mark.parametrize("head", [0.0, 0.4, 3.0])
+def test_no_other_split_has_a_faster_slowest_stage(layers: int, head: float) -> None:
+    def slowest(counts: list[int]) -> float:
+        return max([*counts[:-1], counts[-1] + head])
+
+    for stages in range(2, min(layers, 4) + 1):
+        split = split_layers(layers, stages, head)
+        assert [number for stage in split for number in stage] == list(range(layers))
+        counts = [len(stage) for stage in split]
+        assert min(counts) >= 1
+
+        def others(left: int, parts: int) -> list[list[int]]:
+            if parts == 1:
+                return [[left]]
+            return [[one, *rest] for one in range(1, left - parts + 2) for rest in others(left - one, parts - 1)]
+
+        assert slowest(counts) == min(map(slowest, others(layers, stages)))
+
+
+def test_the_last_stage_of_a_large_vocabulary_has_fewer_layers(make_recipe: MakeRecipe) -> None:
+    split = layers_of_stages(make_recipe(STAGES + "4"), MODELS["Qwen/Qwen2.5-3B"])
+    assert describe(split) == "0-9 | 10-19 | 20-29 | 30-35"
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "idle"), [(2, 2, 1 / 3), (4, 16, 3 / 19), (1, 1, 0.0)])
+def test_bubble(stages: int, micro_batches: int, idle: float) -> None:
+    assert bubble(stages, micro_batches) == pytest.approx(idle)
+
+
+def test_auto_takes_four_micro_batches_a_stage_where_the_batch_has_them(make_recipe: MakeRecipe) -> None:
+    plan = resolve_plan(make_recipe(STAGES + "2", "train.global_batch_size=32"), cpu(4), LLAMA)
+    sizes = plan.data_parallel_ranks.value, plan.micro_batch_size.value, plan.gradient_accumulation_steps.value
+    assert sizes == (2, 2, 8)
+    assert plan.engine.value == "pipeline parallel"
+    assert (
+        "layers 0-2 | 3-5; with 8 micro-batches a step 11.1% idle (1 / (8 + 1))" in plan.pipeline_parallel_size.reason
+    )
+    small = resolve_plan(make_recipe(STAGES + "4", "train.global_batch_size=4"), gpus(4), LLAMA)
+    assert (small.micro_batch_size.value, small.gradient_accumulation_steps.value) == (1, 4)
+
+
+REFUSED = {
+    STAGES + "8": "and the model has 6 layers: each stage needs one. Set it to at most 6",
+    STAGES + "4 train.micro_batch_size=4": "with 2 micro-batches of 4 a step: stages would wait 60% of the time",
+    STAGES + "4 train.global_batch_size=2": "Raise the batch to 4",
+    STAGES + "2 model.lora={}": "model.lora (leave it out)",
+    STAGES + "2 model.freeze=[embed]": "model.freeze (leave it out)",
+    STAGES + "2 model.compile=true": "model.compile (set it to false)",
+    STAGES + "2 train.optim=lion": "train.optim=lion (set train.optim=adamw)",
+    STAGES + "2 train.precision=fp16": "train.precision=fp16 (set",
+    STAGES + "2 train.label_smoothing_factor=0.1": "train.label_smoothing_factor",
+    STAGES + "2 train.neftune_noise_alpha=5": "train.neftune_noise_alpha",
+    STAGES + "2 train.trainer_args={loss_type: dft}": "train.trainer_args (leave them out)",
+    STAGES + "3": "groups of 3 ranks, and 8 is no multiple of that",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_does_not_run_in_stages_is_refused_by_name(overrides: str, make_recipe: MakeRecipe) -> None:
+    hardware = gpus(4) if "=4" in overrides.split()[0] else gpus(8)
+    with pytest.raises(PlanError, match=r"train.pipeline_parallel_size=\d") as error:
+        resolve_plan(make_recipe(*overrides.split(" ", 1)), hardware, LLAMA)
+    assert REFUSED[overrides] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (replace(LLAMA, model_type="gemma3n_text"), "models of type gemma3n_text were not tested in stages"),
+        (replace(LLAMA, num_hidden_layers=None), "is known once it is downloaded"),
+    ],
+)
+def test_a_model_that_was_not_tested_or_is_not_known_is_refused(
+    model: ModelFacts, words: str, make_recipe: MakeRecipe
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        resolve_plan(make_recipe(STAGES + "2"), cpu(2), model)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "deepspeed=zero2",
+        "deepspeed=zero3",
+        "fsdp={}",
+        "parallel=auto",
+        "tensor_parallel_size=2",
+        "sequence_parallel_size=2",
+    ],
+)
+def test_another_engine_beside_stages_is_a_mistake_in_the_recipe(other: str, make_recipe: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=rf"pipeline_parallel_size=2 does not work with {other.partition('=')[0]}"):
+        make_recipe(STAGES + "2", f"train.{other}")
+
+
+def test_evaluation_during_the_training_is_a_mistake_in_the_recipe(make_recipe: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=r"eval.every_steps=5 does not work with train.pipeline_parallel_size=2"):
+        make_recipe(STAGES + "2", "eval.tasks=[builtin:demo]", "eval.every_steps=5")
