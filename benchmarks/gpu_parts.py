@@ -88,7 +88,7 @@ def model(bench: Bench) -> Iterator[Row]:
     flops = model_flops(made)
     assert flops is not None
     known = find_gpu(torch.cuda.get_device_name(0) if bench.gpu else "")
-    facts: dict[str, Any] = {"peak": known.bf16_flops if known else None}
+    facts: dict[str, Any] = {"peak": known.half_flops if known else None}
     for kind in LENGTHS:
         documents, total = bench.documents(kind), 0.0
         with torch.no_grad():

@@ -19,9 +19,9 @@ from sft.train.batches import Work
 
 
 def peak_flops(hardware: Hardware) -> float | None:
-    """Dense bf16 peak of all GPUs of the job, FLOP/s; None where unknown."""
+    """Dense peak in half precision of all GPUs of the job, FLOP/s; None where unknown."""
     found = find_gpu(hardware.gpu.name) if hardware.gpu else None
-    return found.bf16_flops * hardware.ranks if found else None
+    return found.half_flops * hardware.ranks if found else None
 
 
 def peak_memory_gib() -> tuple[float, float]:
