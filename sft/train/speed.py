@@ -24,12 +24,12 @@ def peak_flops(hardware: Hardware) -> float | None:
     return found.half_flops * hardware.ranks if found else None
 
 
-def peak_memory_gib() -> float:
-    """The most memory this rank has used: of its GPU, or of the process without one."""
+def peak_memory_gib() -> tuple[float, float]:
+    """The most memory this rank has used: of its GPU, by tensors and reserved by torch for them; of the process without one, twice."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
+        return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
-    return kibibytes / 2**20
+    return kibibytes / 2**20, kibibytes / 2**20
 
 
 @dataclass(frozen=True)
