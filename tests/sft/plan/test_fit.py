@@ -7,8 +7,9 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import ModelFacts
-from sft.plan.fit import Fit, changed, describe, fit, planned
+from sft.plan.fit import Fit, changed, describe, fit
 from sft.plan.hardware import Hardware, described_hardware
+from sft.plan.resolve import planned
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from tests.sft.plan.machines import MODELS
