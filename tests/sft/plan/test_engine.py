@@ -33,7 +33,7 @@ QWEN_3B, QWEN_7B = MODELS["Qwen/Qwen2.5-3B"], MODELS["Qwen/Qwen2.5-7B"]
         (cpu(1), QWEN_3B, [], "one process"),
         (gpus(8), QWEN_7B, [], "ZeRO-2"),  # (2 + 16/8) x 7.6e9 = 28 GiB, and buffers
         (
-            gpus(8),
+            gpus(8, memory=94),
             QWEN_7B,
             ["train.global_batch_size=48", "train.micro_batch_size=2"],
             "ZeRO-1",
