@@ -92,8 +92,8 @@ def check_load(run: Run, load: Load) -> None:
     """
     try:
         problems, distance = load.compare()
-    except RunError as error:
-        raise RunError(f"{error} {run.next_start}.") from None
+    except RunError as failed:
+        raise RunError(f"{failed} {run.next_start}.") from None
     remove(load.exchange)
     if not problems:
         run.update(save_checked=run.record["save_checked"] | {"logits_differ": distance})
