@@ -48,14 +48,19 @@ def take_stage(model: Any, stages: tuple[range, ...], index: int) -> bool:
         Whether the embedding is tied: then it stays with the last stage, too, where it is the head.
 
     Raises:
-        ModelError: The model's layers are not where transformers' decoders have them.
+        ModelError: The model's layers are not where transformers' decoders have them; rows of its embeddings are trained beside adapters; a
+            stage has nothing to train.
     """
     causal, backbone = _parts(model)
+    key = f"train.pipeline_parallel_size={len(stages)}"
     layers, head = getattr(backbone, "layers", []), causal.get_output_embeddings()
     if len(layers) != stages[-1].stop or not hasattr(backbone, "norm") or head is None:
         raise ModelError(
-            f"train.pipeline_parallel_size={len(stages)}: {type(causal).__name__} has no list of {stages[-1].stop} layers between "
-            "embedding, norm and head. Set it to 1."
+            f"{key}: {type(causal).__name__} has no list of {stages[-1].stop} layers between embedding, norm and head. Set it to 1."
+        )
+    if hasattr(causal.get_input_embeddings(), "token_adapter"):
+        raise ModelError(
+            f"{key} with embeddings that are trained row by row beside adapters is untested. Set model.lora=null."
         )
     tied, is_last = head.weight is causal.get_input_embeddings().weight, index == len(stages) - 1
     for number in set(range(len(layers))) - set(stages[index]):
@@ -65,6 +70,11 @@ def take_stage(model: Any, stages: tuple[range, ...], index: int) -> bool:
     if not is_last:
         backbone.norm = Elsewhere(backbone.norm)
         causal.set_output_embeddings(Elsewhere(head))
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ModelError(
+            f"{key}: nothing is trained in stage {index + 1}, layers {stages[index][0]} to {stages[index][-1]}. Use fewer stages, or train "
+            "more layers (model.freeze, model.lora)."
+        )
     return tied
 
 
@@ -204,10 +214,12 @@ class Pipeline(torch.nn.Module):
         return {name: one for name, one in self.module.named_parameters() if one is not copied}
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Its parameters and buffers that checkpoints hold; of a model with adapters only what is trained."""
+        """Its parameters and buffers that checkpoints hold; of a model with adapters those alone, as peft names them."""
         named, own = dict(self.module.named_parameters(remove_duplicate=False)), self.own_parameters()
         if hasattr(self.module, "peft_config"):
-            return {name: one.detach() for name, one in own.items() if one.requires_grad}
+            from peft import get_peft_model_state_dict
+
+            return dict(get_peft_model_state_dict(self.module, save_embedding_layers=False))
         return {name: one for name, one in self.module.state_dict().items() if name in own or name not in named}
 
     def layers_of_ranks(self) -> tuple[range, ...]:

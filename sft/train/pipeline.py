@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_
 from transformers.trainer import SCHEDULER_NAME
 
@@ -111,6 +113,8 @@ class PipelineTrainer(RecipeTrainer):
         state = dict(self.of_all_stages((name, one.cpu()) for name, one in self.pipeline.own_tensors().items()))
         if self.args.should_save:
             self.model.save_pretrained(output_dir, state_dict=state)
+            if self.job.recipe.model.lora is not None:  # peft takes those of the layers that it finds here
+                save_file(state, Path(str(output_dir), SAFETENSORS_WEIGHTS_NAME), {"format": "pt"})
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer(self, output_dir: str) -> None:

@@ -60,8 +60,10 @@ REFUSED = {
     STAGES + "8": "and the model has 6 layers: each stage needs one. Set it to at most 6",
     STAGES + "4 train.micro_batch_size=4": "with 2 micro-batches of 4 a step: stages would wait 60% of the time",
     STAGES + "4 train.global_batch_size=2": "Raise the batch to 4",
-    STAGES + "2 model.lora={}": "model.lora (leave it out)",
-    STAGES + "2 model.freeze=[embed]": "model.freeze (leave it out)",
+    STAGES
+    + "2 model={name_or_path: m, lora: {modules_to_save: [lm_head]}}": "model.lora.modules_to_save (leave it out)",
+    STAGES
+    + "2 model={name_or_path: m, lora: {}, new_tokens: [<a>]}": "model.new_tokens with model.lora (leave one out)",
     STAGES + "2 model.compile=true": "model.compile (set it to false)",
     STAGES + "2 train.optim=lion": "train.optim=lion (set train.optim=adamw)",
     STAGES + "2 train.precision=fp16": "train.precision=fp16 (set",
