@@ -17,25 +17,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from gpu_sizes import LENGTHS, PACKS, SHAPES, Bench
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, vocab_size
-SHAPES = {True: (2048, 11008, 36, 16, 2, 151936), False: (64, 128, 2, 4, 2, 544)}
-LENGTHS = {"short": (90, 0.7), "long": (2200, 0.9)}
-"""Median and sigma of lognormal document lengths, tokens."""
-
 CHECKPOINTING = ["train.gradient_checkpointing=true"]
 LORA = ["model.lora={}", "train.learning_rate=1e-5"]
 ARTICLE = {"batch": 11, "packing": False, "checkpointing": True, "liger": True, "zero": True}
-PACKS = 4
 OUT_OF_MEMORY = r"out of (GPU )?memory"
 """How torch says it, and sft/train/out_of_memory.py."""
 Row = dict[str, Any]
@@ -43,51 +35,6 @@ Row = dict[str, Any]
 
 class DidNotFit(Exception):
     """The GPU's memory ran out."""
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Random token ids, of which the last three fifths are trained."""
-
-    rows: Path
-    lengths: np.ndarray
-    labelled: int
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where a part works, and at which size."""
-
-    work: Path
-    gpu: bool
-
-    @property
-    def pack(self) -> int:
-        return 16384 if self.gpu else 1024
-
-    @property
-    def model(self) -> Path:
-        return self.work / "model"
-
-    def documents(self, kind: str) -> Documents:
-        """As many as fill PACKS packs; the same in every part."""
-        from sft.data.packing import pack
-
-        generator, (middle, sigma), most = np.random.default_rng(0), LENGTHS[kind], self.pack
-        lengths = np.clip(generator.lognormal(np.log(middle * most / 16384), sigma, PACKS * most), 6, most).astype(int)
-        count = int(np.searchsorted(lengths.cumsum(), PACKS * most, side="right"))
-        while len(pack(lengths[:count], most)[1]) > PACKS:
-            count -= 1
-        rows = [(generator.integers(10, 500, length).tolist(), int(length * 0.4) + 1) for length in lengths[:count]]
-        lines = [json.dumps({"input_ids": ids, "labels": [-100] * hidden + ids[hidden:]}) for ids, hidden in rows]
-        file = self.work / f"{kind}.rows.jsonl"
-        file.write_text("\n".join(lines) + "\n")
-        return Documents(file, lengths[:count], sum(len(ids) - hidden for ids, hidden in rows))
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What the part `model` has found: losses and FLOPs of the documents, and the GPU's peak."""
-        return json.loads((self.model / "facts.json").read_text())
 
 
 def laws(bench: Bench) -> Iterator[Row]:
@@ -141,7 +88,7 @@ def model(bench: Bench) -> Iterator[Row]:
     flops = model_flops(made)
     assert flops is not None
     known = find_gpu(torch.cuda.get_device_name(0) if bench.gpu else "")
-    facts: dict[str, Any] = {"peak": known.bf16_flops if known else None}
+    facts: dict[str, Any] = {"peak": known.half_flops if known else None}
     for kind in LENGTHS:
         documents, total = bench.documents(kind), 0.0
         with torch.no_grad():
@@ -380,7 +327,7 @@ def zero2(bench: Bench) -> dict[str, Any]:
     }
     if not bench.gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    prepare_builds(needed=not bench.gpu)
+    prepare_builds([] if bench.gpu else ["deepspeed_shm_comm"])
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
     bucket = 500_000_000 if bench.gpu else 1_000_000
     config["zero_optimization"] |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}

@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,16 @@ def cache_folder() -> Path:
 _made: dict[Path, Any] = {}
 
 
-def cached(kind: str, follows_from: object, make: Callable[[], Any]) -> Any:
-    """A JSON value from the user's cache, by all that it follows from; made where it is not there, and kept unless it is None."""
-    key = sha256(json.dumps(follows_from, sort_keys=True, default=str).encode()).hexdigest()[:24]
+def cached(kind: str, follows_from: object, code: Iterable[Path], make: Callable[[], Any]) -> Any:
+    """A JSON value from the user's cache; made where it is not there, and kept unless it is None.
+
+    Args:
+        kind: The folder in the cache.
+        follows_from: All that decides the value, beside the code of these files and the versions of torch, transformers and peft.
+    """
+    versions = [version(name) for name in ("torch", "transformers", "peft")]
+    parts = [follows_from, versions, *(file.read_text(encoding="utf-8") for file in code)]
+    key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     file = cache_folder() / "sft" / kind / f"{key}.json"
     if file not in _made:
         with suppress(OSError, ValueError):

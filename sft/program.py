@@ -53,7 +53,7 @@ def exit_on_error() -> Iterator[None]:
         lost = isinstance(error, LostRank) and not error.named
         if isinstance(error, LostRank):
             signals.give_up()
-        show_message(str(error), lost)
+        show_message(str(error), lost, error.status if error.status != EXIT_CRASHED else None)
         exit_process(error.status)
     except Interrupted as interrupted:
         signals.report(interrupted)
@@ -66,7 +66,7 @@ def exit_on_error() -> Iterator[None]:
         signals.give_up()
         mistake = _known_mistake(error)
         if mistake is not None:
-            show_message(mistake)
+            show_message(mistake, status=EXIT_USER_ERROR)
             exit_process(EXIT_USER_ERROR)
         if is_rank():
             show_crash(error)

@@ -4,6 +4,7 @@
 |---|---|
 | <run>/logs/rank-N.log | what rank N printed, from Python or C++; each start appends |
 | <run>/logs/failed.txt | which rank failed first in this start, and why |
+| <run>/logs/failed.status | its exit status, where another start would end the same |
 
 Until the run's folder is known, both are in a temporary folder of this node, named by the launcher's process id, so that its ranks share
 it whichever launcher it is. The rank that creates failed.txt was first, and no other prints an error. Files need no store or process
@@ -31,7 +32,7 @@ from pathlib import Path
 from sft.credentials import redact
 from sft.errors import is_lost
 
-FAILURE = "failed.txt"
+FAILURE, STATUS = "failed.txt", "failed.status"
 _WAIT_SECONDS = 10.0  # that a rank which lost the others waits for the rank that failed, or for the launcher to end it
 
 
@@ -149,8 +150,8 @@ def failure_text(rank: int, what: str) -> str:
     return f"Rank {rank} on {socket.gethostname()} {what}"
 
 
-def show_first(failure: str, launcher: int) -> None:
-    """Show the job's first failure, unless a process of this node has shown it."""
+def show_first(failure: str, launcher: int, status: int | None = None) -> None:
+    """Show the job's first failure, unless a process of this node has shown it; with a `status` no node restarts the job."""
     with suppress(OSError):  # better shown twice than never
         if not _create(_make_launch_folder(launcher) / FAILURE, failure):
             return
@@ -160,6 +161,8 @@ def show_first(failure: str, launcher: int) -> None:
             (run / "logs").mkdir(exist_ok=True)
             if not _create(run / "logs" / FAILURE, failure):
                 failure = (run / "logs" / FAILURE).read_text(encoding="utf-8")
+            elif status is not None:
+                (run / "logs" / STATUS).write_text(str(status))
     to_terminal(f"\n{failure}")
 
 
@@ -185,9 +188,18 @@ def shown_failure(run: Path | None = None, launcher: int | None = None) -> str |
         return None
 
 
+def final_status(run: Path) -> int | None:
+    """The exit status of the first failure of a run's newest start, where another start would end the same; else None."""
+    try:
+        return int((run / "logs" / STATUS).read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def forget_failure(run: Path) -> None:
     """Remove the failure of an earlier start; call it on rank 0, before the others know the run."""
-    (run / "logs" / FAILURE).unlink(missing_ok=True)
+    for name in (FAILURE, STATUS):
+        (run / "logs" / name).unlink(missing_ok=True)
 
 
 def run_of(launcher: int) -> Path | None:
@@ -198,8 +210,11 @@ def run_of(launcher: int) -> Path | None:
         return None
 
 
-def show_message(message: str, lost: bool = False) -> None:
-    """Show a message once for all ranks of this node that have one. Of a rank that has only `lost` the others, the cause may come first."""
+def show_message(message: str, lost: bool = False, status: int | None = None) -> None:
+    """Show a message once for all ranks of this node that have one. Of a rank that has only `lost` the others, the cause may come first.
+
+    `status` is the exit status, where another start would end the same.
+    """
     message = visible(redact(message))
     if not is_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)
@@ -207,7 +222,7 @@ def show_message(message: str, lost: bool = False) -> None:
     _log(message)
     if lost:
         _wait_for_the_cause()
-    show_first(message, os.getppid())
+    show_first(message, os.getppid(), status)
 
 
 def show_crash(error: BaseException) -> None:

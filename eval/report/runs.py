@@ -102,7 +102,7 @@ def _overview(runs: Runs, folder: Path) -> list[Block]:
         "Loss at the last logged step": lambda files: last(files, "loss", ".4f"),
         "Eval loss at the end": lambda files: last(files, "held_out_loss", ".4f"),
         "Tokens per second": lambda files: number(mean_rate(files.metrics), ",.0f"),
-        "Peak memory of rank 0, GiB": lambda files: number(max(column(files, "peak_memory_gib"), default=None), ".2f"),
+        "Peak memory of a rank, GiB": lambda files: number(max(column(files, "peak_memory_gib"), default=None), ".2f"),
         "Time to train": lambda files: duration(files.at("timings.train_seconds")),
     }
     rows: list[list[Any]] = [[name, *map(value, runs)] for name, value in values.items()]

@@ -46,8 +46,8 @@ def training_blocks(files: RunFiles) -> list[Block]:
     if faults := [f"step {number(one['step'])} ({words(one['answer'])})" for one in files.at("nonfinite") or []]:
         values["Steps with a loss or gradient that was not finite"] = faults
     values |= speed_facts(metrics)
-    values["Peak memory of rank 0"] = f"{max(memory):.2f} GiB" if memory else words(None)
-    values["Peak memory of rank 0"] += f" (planned: {number(peak)} GiB)" if is_number(peak) else ""
+    values["Peak memory of a rank"] = f"{max(memory):.2f} GiB" if memory else words(None)
+    values["Peak memory of a rank"] += f" (planned: {number(peak)} GiB)" if is_number(peak) else ""
     values["Time to prepare the data"] = duration(files.at("timings.prepare_seconds"))
     values["Time to train"] = duration(files.at("timings.train_seconds"))
     values["Time to train"] += f" (planned: {words(time)})" if time else ""
@@ -76,7 +76,7 @@ def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, A
         ("Learning rate", "", "learning_rate"),
         ("Gradient norm", "before clipping", "grad_norm"),
         ("Throughput", "tokens/s", "tokens_per_second"),
-        ("Peak memory", "GiB, rank 0", "peak_memory_gib"),
+        ("Peak memory", "GiB, the rank with most", "peak_memory_gib"),
         ("MFU", "of the bf16 peak", "mfu"),
     ):
         series = series_of(files.metrics, key, title.lower())

@@ -56,10 +56,15 @@ def _rename(folder: Path, place: Path) -> None:
 
 def write_model(trainer: SFTTrainer, job: Job, tokenizer: Any, folder: Path) -> None:
     """Write the model as it is now, and leave it unchanged. Every rank takes part."""
+    write_weights(trainer, job, folder)
+    distributed.from_rank_0(lambda: _complete(job, tokenizer, folder))
+
+
+def write_weights(trainer: SFTTrainer, job: Job, folder: Path) -> None:
+    """Write the weights alone, or the adapters alone, which are not merged then. Every rank takes part."""
     distributed.from_rank_0(lambda: remove(folder))
     with distributed.barrier_at_end():  # rank 0 may write for longer than the group's timeout
         save_weights(trainer, job, folder)
-    distributed.from_rank_0(lambda: _complete(job, tokenizer, folder))
 
 
 def save_weights(trainer: SFTTrainer, job: Job, folder: Path) -> None:

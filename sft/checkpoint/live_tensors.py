@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,24 @@ def live_tensors(model: Any, dtype: torch.dtype | None, keep: bool = True) -> It
         yield LiveTensor(tuple(names), *_value(module, name, tensor, dtype, keep))
 
 
+@torch.no_grad()
+def live_adapters(model: Any, names: Mapping[str, str], keep: bool = True) -> Iterator[LiveTensor]:
+    """Yield each trained parameter once, as PEFT saves it without merging. Every rank takes part, to the end; values are where `keep`.
+
+    Args:
+        model: With PEFT's wrapper, and without the engine's; under FSDP2 it must be sharded.
+        names: Of parameters, by those of the tensors in an adapter's file, which may hold some that are not trained.
+    """
+    saved: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for tensor, name in names.items():
+        saved.setdefault(id(parameters.get(name)), []).append(tensor)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or id(parameter) in saved:
+            with gathered([parameter]):
+                yield LiveTensor(tuple(saved.get(id(parameter), [name])), _full(parameter, keep), 0.0)
+
+
 def _modules(module: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Like named_modules, but stops at layers with adapters, whose parts are not the model's; of a layer trained whole its copy."""
     if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
@@ -69,20 +87,13 @@ def _value(
     module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, keep: bool
 ) -> tuple[torch.Tensor, float]:
     """The full tensor where it is kept, and the difference that is allowed."""
-
-    def full(value: torch.Tensor, rounds: bool = True) -> torch.Tensor:
-        if rounds and dtype is not None and value.is_floating_point():
-            value = value.to(dtype)
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        return value.cpu() if keep else torch.empty(0)
-
     if hasattr(module, "token_adapter"):
         adapter = module.token_adapter
-        return full(adapter.get_merged_weights(adapter.active_adapters)), 0.0
+        return _full(adapter.get_merged_weights(adapter.active_adapters), keep, dtype), 0.0
     layer = module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
     def base_weight() -> torch.Tensor:
-        return full(dequantized(layer) if name == "weight" and is_quantized(layer) else tensor.detach())
+        return _full(dequantized(layer) if name == "weight" and is_quantized(layer) else tensor, keep, dtype)
 
     if not hasattr(module, "get_delta_weight") or name != "weight":
         with gathered([tensor]):
@@ -92,13 +103,20 @@ def _value(
     adapters = [parameter for parameter in module.parameters() if id(parameter) not in base_parameters]
     with gathered([tensor, *adapters]):
         base = base_weight()
-        delta = sum(full(module.get_delta_weight(adapter), rounds=False).float() for adapter in module.active_adapters)
+        delta = sum(_full(module.get_delta_weight(adapter), keep).float() for adapter in module.active_adapters)
         merged = base.float() + delta
         if keep:
             merged = _with_lengths(module, merged)
     merged = merged.to(base.dtype)
     update = float((merged.float() - base.float()).norm())
     return merged, _OF_AN_UPDATE[base.dtype] * update + _OF_FP32 * float(base.float().norm())
+
+
+def _full(value: torch.Tensor, keep: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """All ranks' shards, in a dtype or their own, on the CPU where they are kept; elsewhere nothing."""
+    value = value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.cpu() if keep else torch.empty(0)
 
 
 def _with_lengths(module: Any, merged: torch.Tensor) -> torch.Tensor:
@@ -110,12 +128,12 @@ def _with_lengths(module: Any, merged: torch.Tensor) -> torch.Tensor:
     return merged
 
 
-def gathered(parameters: list[Any]) -> AbstractContextManager[Any]:
-    """Gather the parameters that ZeRO-3 shards, for as long as the context lasts."""
+def gathered(parameters: list[Any], changed_on: int | None = None) -> AbstractContextManager[Any]:
+    """Gather the parameters that ZeRO-3 shards, for as long as the context lasts; all ranks get what that one changes in them."""
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not sharded:
         return nullcontext()
     import deepspeed
 
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded)
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded, modifier_rank=changed_on)
     return context

@@ -1,6 +1,7 @@
 """Loads a saved model as a user would, by `from_pretrained` in a fresh process on the CPU, and compares its logits with the live model's.
 
-The process is `python -m sft.checkpoint.load_again PARENT_PID FOLDER EXCHANGE`; it reads EXCHANGE/request.pt and writes EXCHANGE/result.pt.
+`python -m sft.checkpoint.load_again PARENT_PID FOLDER EXCHANGE` is the process: it reads EXCHANGE/request.pt and writes result.json there.
+Where final/ is large, the exchange stays in the run's folder, and the evaluation starts the process: no GPU waits for it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,10 @@ if __name__ == "__main__":  # before the imports, which take seconds
     with suppress(OSError):  # where memory runs out, the kernel should kill this process and not the training
         Path("/proc/self/oom_score_adj").write_text("1000")
 
-import torch
-from transformers import AutoModelForCausalLM, logging
-
-from sft.errors import RunError
-from sft.model.live import logits_distance
+from sft.errors import RunError, WrongSave
+from sft.files import read_json, remove, write_json
 from sft.parallel.environment import environment_without_launcher
+from sft.run.directory import Run
 
 SECONDS = 1800
 """How long loading may take."""
@@ -38,61 +36,105 @@ _PROBLEMS = {
 }
 
 
-def load_and_compare(
-    folder: Path, rows: list[list[int]], logits: torch.Tensor, limit: float, trust_remote_code: bool
-) -> tuple[list[str], float]:
-    """Load a folder in a fresh process on the CPU: what is wrong with it, and the distance of its logits of these rows.
+class Load:
+    """The process, from now on. `exchange` is a folder with a request.pt: rows, their logits, the limit, trust_remote_code."""
+
+    def __init__(self, folder: Path, exchange: Path) -> None:
+        self.folder, self.exchange = folder, exchange
+        (exchange / "result.json").unlink(missing_ok=True)
+        words = [sys.executable, "-m", "sft.checkpoint.load_again", str(os.getpid()), *map(str, (folder, exchange))]
+        environment = environment_without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        with (exchange / "stderr").open("wb") as errors:
+            # In a session of its own: a terminal's Ctrl-C is for the training.
+            self.process = subprocess.Popen(
+                words, env=environment, stdout=errors, stderr=errors, start_new_session=True
+            )
+
+    def compare(self) -> tuple[list[str], float]:
+        """What is wrong with the folder, and the distance of its logits; waits for them.
+
+        Raises:
+            RunError: The process was killed or took too long.
+        """
+        if how := self._failed():
+            raise RunError(
+                f"{self.folder} could not be verified: the process that loads it on the CPU {how}. It needs the machine's memory for one "
+                "copy of the weights. Give the job more memory, or skip the verification: train.save_canary=false."
+            )
+        result = read_json(self.exchange / "result.json")
+        return result["problems"], float(result["distance"])
+
+    def _failed(self) -> str | None:
+        """How the process ended, as a phrase, unless it has written its result."""
+        try:
+            status = self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"had not loaded it after {SECONDS} s"
+        finally:
+            self.process.kill()
+        if status == -signal.SIGKILL:
+            return "was killed, as Linux does where memory runs out"
+        last = "".join((self.exchange / "stderr").read_text(errors="replace").strip().splitlines()[-1:])
+        return f"ended with status {status}: {last}" if status else None
+
+
+def exchange_of(run: Run) -> Path:
+    """Where the request waits for the evaluation, while final/ has not been loaded."""
+    return run.path / ".final-load"
+
+
+def check_load(run: Run, load: Load) -> None:
+    """Wait until final/ is loaded, and record how far its logits are.
 
     Raises:
-        RunError: The process was killed or took too long.
+        WrongSave: It is another model than was trained; it is kept as `unverified`.
+        RunError: It could not be loaded. The next start tries again.
     """
-    with tempfile.TemporaryDirectory() as exchange:
-        torch.save((rows, trust_remote_code), Path(exchange, "request.pt"))
-        if how := _run(folder, exchange):
-            raise RunError(
-                f"{folder} could not be verified: the process that loads it on the CPU {how}. It needs the machine's memory for one copy "
-                "of the weights. Give the job more memory, or skip the verification: train.save_canary=false."
-            )
-        error, problems, found = torch.load(Path(exchange, "result.pt"))
-    if error:
-        return [f"it cannot be loaded: {error}"], float("inf")
-    lines = [f"{name}: {what}" for key, what in _PROBLEMS.items() for name in problems[key]]
-    apart = logits_distance(logits, found)
-    if not apart <= limit:
-        lines.append(f"logits differ by {apart:.2%} of their norm; other kernels alone make less than {limit:.1%}")
-    return lines, apart
-
-
-def _run(folder: Path, exchange: str) -> str | None:
-    """Run the process; how it ended, as a phrase, unless it has written its result."""
-    words = [sys.executable, "-m", "sft.checkpoint.load_again", str(os.getpid()), str(folder.resolve()), exchange]
-    environment = environment_without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    try:  # in a session of its own: a terminal's Ctrl-C is for the training
-        done = subprocess.run(words, env=environment, capture_output=True, timeout=SECONDS, start_new_session=True)
-    except subprocess.TimeoutExpired:
-        return f"had not loaded it after {SECONDS} s"
-    if done.returncode == -signal.SIGKILL:
-        return "was killed, as Linux does where memory runs out"
-    last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
-    return f"ended with status {done.returncode}: {last}" if done.returncode else None
+    problems, distance = load.compare()
+    remove(load.exchange)
+    if not problems:
+        run.update(save_checked=run.record["save_checked"] | {"logits_differ": distance})
+        print(f"{run.final}: loaded again its logits differ by {distance:.1e} of their norm.", flush=True)
+        return
+    remove(run.unverified)
+    run.final.rename(run.unverified)
+    lines = "".join(f"  {problem}\n" for problem in problems)
+    error = WrongSave(
+        f"What was saved is not the model that was trained. In {run.unverified}, which was final/ until now:\n{lines}What was measured of "
+        "it counts for nothing. This is a bug of this project or of a library, not of the recipe: report it with plan.json and run.json."
+    )
+    run.update(status="failed", evaluation="failed", error=str(error))
+    raise error
 
 
 def main(folder: Path, exchange: Path) -> None:
-    """Load, and write the error, or what `from_pretrained` reports and the logits of the rows, in fp32."""
+    """Load, and write what is wrong and the distance of the logits."""
+    import torch
+    from transformers import AutoModelForCausalLM, logging
+
+    from sft.model.live import logits_distance
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    rows, trusts_code = torch.load(exchange / "request.pt")
+    rows, logits, limit, trusts_code = torch.load(exchange / "request.pt")
+    problems, apart = list[str](), float("inf")
     try:
         # Without ignore_mismatched_sizes, tensors of another shape raise an error that does not name them.
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=trusts_code, ignore_mismatched_sizes=True, output_loading_info=True
         )
+        model, info = loaded
         with torch.no_grad():
-            logits = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits.float()
-        result: tuple[Any, ...] = (None, {key: sorted(map(str, info[key])) for key in _PROBLEMS}, logits)
+            found = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits.float()
+        problems += [f"{name}: {what}" for key, what in _PROBLEMS.items() for name in sorted(map(str, info[key]))]
+        apart = logits_distance(logits, found)
+        if not apart <= limit:
+            problems.append(
+                f"logits differ by {apart:.2%} of their norm; other kernels alone make less than {limit:.1%}"
+            )
     except Exception as error:  # whatever keeps a user from loading it
-        result = (f"{type(error).__name__}: {error}", {}, torch.empty(0))
-    torch.save(result, exchange / "result.pt")
+        problems.append(f"it cannot be loaded: {type(error).__name__}: {error}")
+    write_json(exchange / "result.json", {"problems": problems, "distance": apart})
 
 
 if __name__ == "__main__":

@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import set_seed
 
+from sft.checkpoint.live_tensors import gathered
 from sft.checkpoint.patches import load_mapped, plain_data_only
 from sft.checkpoint.resume import Writer
 from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, open_zero
 from sft.errors import RunError
 from sft.parallel.full_tensors import shard_of
 from sft.parallel.optimizer import MasterAdamW
+from sft.parallel.process_group import is_rank_0
 from sft.plan.parallelism import FSDP2
 from sft.plan.pipeline import PIPELINE
 
@@ -167,8 +169,11 @@ def source_names(module: torch.nn.Module, tensors: FullTensors, is_part: bool = 
     return {name: names[0] for name, names in found.items()}
 
 
-def adapter_names(module: Any) -> dict[str, str]:
-    """The parameter of each tensor in an adapter's file, as PEFT names them; empty for a model without adapters."""
+def adapter_names(module: Any, embeddings: bool = False) -> dict[str, str]:
+    """The parameter of each tensor in an adapter's file, as PEFT names them; empty for a model without adapters.
+
+    `embeddings`: with those that are not trained; PEFT saves them too where they have new rows.
+    """
     if not hasattr(module, "peft_config"):
         return {}
     from peft import get_peft_model_state_dict
@@ -176,7 +181,7 @@ def adapter_names(module: Any) -> dict[str, str]:
     # PEFT's own renaming, of tensors that stand for the names.
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
-    saved = get_peft_model_state_dict(module, state_dict=numbered, save_embedding_layers=False)
+    saved = get_peft_model_state_dict(module, state_dict=numbered, save_embedding_layers=embeddings)
     return {key: names[int(number)] for key, number in saved.items()}
 
 
@@ -197,12 +202,13 @@ def load_torch(
 
 
 def load_weights(module: torch.nn.Module, tensors: FullTensors, sources: dict[str, str]) -> None:
-    """Load the trained weights alone, whatever the optimizer; as load_torch."""
+    """Load the trained weights alone, under every engine and whatever the optimizer, whose copies stay as they were."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    with torch.no_grad():
-        for name, source in sources.items():
-            weight = parameters[name]
-            weight.copy_(shard_of(tensors.read(source, WEIGHT).view(weight.shape), weight))
+    for name, source in sources.items():
+        weight = parameters[name]
+        with torch.no_grad(), gathered([weight], changed_on=0):
+            if is_rank_0() or not hasattr(weight, "ds_id"):
+                weight.copy_(shard_of(tensors.read(source, WEIGHT).view(weight.shape), weight))
 
 
 def _weights_and_stepped(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -1,8 +1,9 @@
 """Verifies that what is saved is the model in memory ("saved equals trained"), before it is too late.
 
 After the first optimizer step that trains, the code that writes final/ writes the model to a hidden folder. Rank 0 compares its tensors bit
-for bit with the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer with those in memory. final/ is compared in
-the same way before it gets its name, and loaded once in a fresh process, which must give the logits of the live model.
+for bit with the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer with those in memory. Of adapters only their
+own files are written, and compared: merging loads the base a second time. final/ is compared in the same way before it gets its name, and
+loaded once in a fresh process, which must give the logits of the live model; where it is large, while the evaluation starts.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import json
 import shutil
 import time
 from collections.abc import Iterable
+from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import torch
@@ -22,23 +26,32 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
 
-from sft.checkpoint.final import write_model
-from sft.checkpoint.live_tensors import LiveTensor, live_tensors
-from sft.checkpoint.load_again import load_and_compare
+from sft.checkpoint.final import write_model, write_weights
+from sft.checkpoint.live_tensors import LiveTensor, live_adapters, live_tensors
+from sft.checkpoint.load_again import Load, exchange_of
+from sft.checkpoint.manifest import size
+from sft.checkpoint.reshard import adapter_names
 from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.data.tokenizer import new_token_ids
 from sft.errors import WrongSave
+from sft.files import remove
+from sft.hub.model_facts import empty_model
+from sft.model.adapters import differing_adapters
 from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import weights_dtype
-from sft.model.weight_checks import DTYPES
+from sft.model.weight_checks import DTYPES, outside_zero_3
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import reshard
 from sft.plan.job import Job
 from sft.recipe.changes import MISSING, differences
+from sft.recipe.schema import Model
 from sft.run.directory import Run
 
 ROWS, LENGTH = 4, 32
 FOLDER = ".verification"
+
+LARGE = 20e9
+"""Bytes of a final/ that takes a CPU minutes to load: all GPUs would wait for it."""
 
 # Norm of the difference of logits over their norm. The tensors are known to be equal, so this is what other kernels, in another order, on
 # another device, make of them; the isolation probe allows hidden states the same. A wrong architecture (theta, eps, a tied head) makes tens
@@ -77,24 +90,32 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
             return
         self._verified = True
         folder = self.run.path / FOLDER
-        # Merging adapters builds layers, which draws random numbers.
+        # Building layers with adapters draws random numbers.
         on_gpu = self.trainer.accelerator.device.type == "cuda"
         random_state = torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else [])
+        started, lora = time.monotonic(), self.job.recipe.model.lora
         with self.trainer.saving(), random_state:
-            write_model(self.trainer, self.job, self.tokenizer, folder)
-            self._verify(folder, load=False)
+            if lora is None:
+                write_model(self.trainer, self.job, self.tokenizer, folder)
+                self._conclude(folder, started, *self._compare(folder))
+            else:
+                write_weights(self.trainer, self.job, folder)
+                self._conclude(folder, started, *self._compare_adapters(folder))
             distributed.from_rank_0(lambda: shutil.rmtree(folder))
 
     def verify_final(self, folder: Path) -> None:
         """Compare a folder with the model, and load it; a WrongSave where it is another. Every rank takes part."""
-        self._verify(folder, load=True)
-
-    def _verify(self, folder: Path, load: bool) -> None:
-        started, state = time.monotonic(), self.trainer.state
+        started = time.monotonic()
         problems, count = self._compare(folder)
         distance = None
-        if load and not problems:
+        if not problems:
             problems, distance = self._load(folder)
+        self._conclude(folder, started, problems, count, distance)
+
+    def _conclude(
+        self, folder: Path, started: float, problems: list[str], count: int, distance: float | None = None
+    ) -> None:
+        state = self.trainer.state
         if problems:
             stopped = "" if state.global_step >= state.max_steps else _STOPPED
             lines = "".join(f"  {problem}\n" for problem in problems)
@@ -115,14 +136,29 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         with distributed.barrier_at_end():  # reading the files may take minutes on rank 0
             live = self.trainer.of_all_stages(live_tensors(model, self._dtype(), self.trainer.holds_tensors))
             if distributed.is_rank_0():
-                problems, count = compare_tensors(live, model, folder)
+                problems, count = compare_tensors(as_in_files(live, model), folder)
                 trusts_code = self.job.recipe.model.trust_remote_code
                 found = problems or compare_settings(folder, model, self.tokenizer, trusts_code), count
             for _ in live:  # the other ranks only take part in gathering
                 pass
         return distributed.from_rank_0(lambda: found)
 
-    def _load(self, folder: Path) -> tuple[list[str], float]:
+    def _compare_adapters(self, folder: Path) -> tuple[list[str], int]:
+        """As _compare, of what PEFT has saved."""
+        model, found = self.trainer.accelerator.unwrap_model(self.trainer.model), (list[str](), 0)
+        reshard(self.trainer.model)
+        names, problems = distributed.from_rank_0(lambda: read_adapters(folder, model.config, self.job.recipe.model))
+        with distributed.barrier_at_end():
+            live = live_adapters(model, names, self.trainer.holds_tensors)
+            if distributed.is_rank_0():
+                differing, count = compare_tensors(live, folder)
+                found = problems + differing, count
+            for _ in live:
+                pass
+        return distributed.from_rank_0(lambda: found)
+
+    def _load(self, folder: Path) -> tuple[list[str], float | None]:
+        """What is wrong with the folder once it is loaded, and the distance of its logits; None: it is loaded beside the evaluation."""
         recipe = self.job.recipe
         rows = sample_rows(self.trainer.train_dataset, new_token_ids(self.tokenizer, recipe.model.new_tokens))
         logits = live_logits(self.trainer, rows)
@@ -131,8 +167,19 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         limit = LOGITS[max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)]
         if recipe.model.quantization == "int8" and self.job.hardware.gpu is not None:
             limit = LOGITS[torch.bfloat16]  # there its layers round what goes in to 8 bits too
-        trusts_code = recipe.model.trust_remote_code
-        return distributed.from_rank_0(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
+
+        def load() -> tuple[list[str], float | None]:
+            request, kept = (rows, logits, limit, recipe.model.trust_remote_code), exchange_of(self.run)
+            remove(kept)  # of an earlier end of this run
+            if size(folder) > LARGE:
+                kept.mkdir()
+                torch.save(request, kept / "request.pt")
+                return [], None
+            with TemporaryDirectory() as exchange:
+                torch.save(request, Path(exchange, "request.pt"))
+                return Load(folder, Path(exchange)).compare()
+
+        return distributed.from_rank_0(load)
 
     def _dtype(self) -> torch.dtype | None:
         """What final/ is written in, where it is not the dtype of the live weights."""
@@ -141,19 +188,53 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         return DTYPES[self.job.plan.precision.value] if self.job.fsdp else None
 
 
-def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tuple[list[str], int]:
-    """Compare a folder's tensors with the live ones, one by one: what is wrong, and how many were compared."""
-    saved_in: dict[str, Any] = {}
+def read_adapters(folder: Path, config: Any, model: Model) -> tuple[dict[str, str], list[str]]:
+    """The parameter that each tensor of a saved adapter would become, by the names in its file, and what differs from the recipe.
+
+    PEFT builds its layers from the saved configuration, in a base without values.
+
+    Args:
+        folder: What PEFT has saved.
+        config: The live model's.
+        model: The recipe's section.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    assert model.lora is not None
+    plain = deepcopy(config)
+    vars(plain).pop("quantization_config", None)
     try:
-        for path in sorted(folder.glob("*.safetensors")):
-            file: Any = safe_open(path, framework="pt")
-            saved_in |= dict.fromkeys(file.keys(), file)
+        saved = PeftConfig.from_pretrained(folder)
+        saved.init_lora_weights = True  # there is no part of the base to start as
+        with outside_zero_3(), catch_warnings(action="ignore"):
+            adapted = get_peft_model(empty_model(plain, model.trust_remote_code), saved, low_cpu_mem_usage=True)
+        names, in_file = adapter_names(adapted), tensors_in(folder)
+        if in_file.keys() - names.keys():
+            names |= {name: one for name, one in adapter_names(adapted, embeddings=True).items() if name in in_file}
+        return names, list(differing_adapters(adapted, model.lora))[:_SHOWN]
+    except Exception as error:  # whatever keeps PEFT from loading it
+        return {}, [f"it cannot be loaded: {type(error).__name__}: {error}"]
+
+
+def tensors_in(folder: Path) -> dict[str, Any]:
+    """The open file of each tensor of a folder, by its name."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file: Any = safe_open(path, framework="pt")
+        found |= dict.fromkeys(file.keys(), file)
+    return found
+
+
+def compare_tensors(live: Iterable[LiveTensor], folder: Path) -> tuple[list[str], int]:
+    """Compare a folder's tensors with the live ones, one by one: what is wrong, and how many were compared."""
+    try:
+        saved_in = tensors_in(folder)
     except (OSError, SafetensorError) as error:
         return [f"it cannot be read: {error}"], 0
     if not saved_in:
         return ["it holds no model.safetensors"], 0
     lines, count, unread = list[str](), 0, set(saved_in)
-    for tensor in as_in_files(live, model):
+    for tensor in live:
         count += 1
         names = [name for name in tensor.names if name in saved_in]
         unread -= set(names)

@@ -133,13 +133,11 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
     def load_weights_of(self, checkpoint: Path) -> None:
         """Give the live model, which is trained no further, the weights of a checkpoint of this run. Every rank takes part."""
         plan = resolve_resume(checkpoint, self.job)
-        if not self.is_deepspeed_enabled:
-            load_weights(*self._open(plan))
-        elif plan.reshards:
-            self._reshard(plan)
-        else:
+        if self.is_deepspeed_enabled and not plan.reshards:
             with plain_data_only(deepspeed=True):
                 deepspeed_load_checkpoint(self.model_wrapped, str(checkpoint), self.job.recipe.model.lora is None)
+        else:
+            load_weights(*self._open(plan))
 
     def _reshard(self, plan: ResumePlan) -> None:
         """Give the live engine the weights, the moments and the schedule of another engine's checkpoint."""

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -196,14 +195,14 @@ def inspect_model(recipe: Recipe, to_run: bool = True, for_data: bool = False) -
         )
     if model.trust_remote_code:  # code of its own may change
         return _inspected(recipe, path, commit, settings)
-    code = [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("model_facts.py", "flops.py")]
-    follows_from = [settings, model.freeze, code, version("torch"), version("transformers")]
+    code = [Path(__file__), Path(__file__).with_name("flops.py")]
     facts = TypeAdapter(ModelFacts)
 
     def inspect() -> Any:
         return facts.dump_python(_inspected(recipe, path, commit, settings), mode="json")
 
-    return replace(facts.validate_python(cached("models", follows_from, inspect)), path=path, commit=commit)
+    found = facts.validate_python(cached("models", [settings, model.freeze], code, inspect))
+    return replace(found, path=path, commit=commit)
 
 
 def _inspected(recipe: Recipe, path: str, commit: str | None, settings: dict[str, Any]) -> ModelFacts:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft import signals
+from sft.checkpoint.load_again import Load, check_load, exchange_of
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
 from sft.parallel.environment import environment_without_launcher
@@ -62,16 +63,19 @@ def main(argv: Sequence[str]) -> None:
 
     run = find_run(Path(argv[0]))
     signals.interrupts(InterruptibleRun(run))
-    parts, status = programs(run.recipe().eval), 0
-    if parts and claim(run) is None:
+    parts, status, unloaded = programs(run.recipe().eval), 0, exchange_of(run).is_dir()
+    if (parts or unloaded) and claim(run) is None:
         raise RunError(f"Another process evaluates {run.path}: wait until it is done, or stop it.")
-    if parts:
+    if parts or unloaded:
         forget_stale(run.path, began())
-        started = time.monotonic()
+        started, load = time.monotonic(), Load(run.final, exchange_of(run)) if unloaded else None
         # All of them: answers that cannot be had must not cost the scores.
         status = next(filter(None, [_evaluate(run, program) for program in parts]), 0)
+        if load is not None:
+            check_load(run, load)
         timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
-        run.update(timings=timings, evaluation="finished" if status in (0, EXIT_GATE) else "failed")
+        finished = "finished" if status in (0, EXIT_GATE) else "failed"
+        run.update(status="finished", error=None, timings=timings, evaluation=finished)
     write_report(run)
     if status:
         ending = " and evaluated; its gate has failed" if status == EXIT_GATE else "; its evaluation is not complete"

@@ -20,6 +20,7 @@ from typing import Any
 
 from eval.tasks.preflight import check_before_training
 from sft import signals, terminal
+from sft.checkpoint.load_again import exchange_of
 from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
@@ -104,7 +105,7 @@ def train_job(job: Job, preparation: Popen[bytes] | None = None) -> None:
         during = evaluation_during(planned, run, tokenizer)
         seconds = train(planned, run, opened.prepared, tokenizer, opened.choice, opened.resume_plan, during)
         if distributed.is_rank_0():
-            record_end(run, seconds, bool(programs(job.recipe.eval)))
+            record_end(run, seconds, bool(programs(job.recipe.eval)) or exchange_of(run).is_dir())
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     terminal.remove_launch_folder()
@@ -137,7 +138,7 @@ def join(job: Job) -> None:
     uses_gpu = job.hardware.gpu is not None
     if job.recipe.debug:
         environment.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu, runs_folder(job))
-    environment.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
+    environment.settle_environment(job.deepspeed, uses_gpu, job.plan.precision.value)
     if not uses_bitsandbytes(job.recipe):
         # peft imports it wherever it is installed, which takes half a second.
         sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from sft.plan.hardware import whole_number
 from sft.program import end_with_parent, run_main
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
-from sft.terminal import FAILURE, failure_text, launch_folder, run_of, show_first, shown_failure
+from sft.terminal import FAILURE, failure_text, final_status, launch_folder, run_of, show_first, shown_failure
 
 _START_TIMEOUT = 50  # seconds that the nodes of a job wait for each other at the start; START_TIMEOUT changes it
 _SAVE_SECONDS = "3600"  # that the ranks may save after a signal; torchrun's 30 are less than a large checkpoint takes
@@ -228,6 +228,8 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
             run.update(status="failed", error=failure[-2000:])
         if run.last_checkpoint() is not None and run.next_start not in failure:
             print(f"{run.next_start}.", file=sys.stderr)
+    if code in (EXIT_LOST_RANK, -signal.SIGABRT) and run is not None and (known := final_status(run.path)) is not None:
+        return known, False  # this node's ranks only lost one of another node
     # Any other status would be the same again: a mistake of the user's, a gate.
     return (code if code > 0 else EXIT_LOST_RANK), code < 0 or code == EXIT_LOST_RANK
 

@@ -37,7 +37,7 @@ def check_compiler(job: Job) -> None:
     """Refuse what is compiled on this machine where that cannot be: model.compile, and on a GPU Liger's kernels, by Triton.
 
     Raises:
-        PlanError: There is no compiler, or no Python.h, which Triton's launchers include.
+        PlanError: There is no compiler, or no Python.h, which Triton's launchers and torch's C++ kernels include.
     """
     compiles, on_gpu = job.plan.compile.value, job.hardware.gpu is not None
     if not compiles and not (on_gpu and job.plan.kernels.value == "liger"):
@@ -53,10 +53,10 @@ def check_compiler(job: Job) -> None:
             f"(apt-get install build-essential), or set {instead}."
         )
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if on_gpu and not header.is_file():
+    if not header.is_file():
         raise PlanError(
-            f"{what}: there is no {header}, with which Triton compiles. Install Python's headers (apt-get install python3-dev, or a Python "
-            f"of uv's), or set {instead}."
+            f"{what}: there is no {header}, with which {'Triton' if on_gpu else 'torch.compile'} compiles. Install Python's headers "
+            f"(apt-get install python3-dev, or a Python of uv's), or set {instead}."
         )
 
 

@@ -11,15 +11,19 @@ import os
 import shutil
 import socket
 import sys
+import sysconfig
+from collections.abc import Collection
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
 from sft.errors import PlanError
 from sft.files import cache_folder
+from sft.plan.deepspeed import DeepSpeedFile
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
 
@@ -30,14 +34,23 @@ def own_folder() -> Path:
     return cache_folder() / "torch_extensions" / f"sft-{sha256(chr(10).join(built_with).encode()).hexdigest()[:12]}"
 
 
-def prepare_builds(needed: bool) -> list[str]:
+def operations(file: DeepSpeedFile, uses_gpu: bool) -> list[str]:
+    """The operations that a training with this file uses: CPU ranks reduce by one, and an offloaded optimizer is one, also beside a GPU."""
+    offloads = file.devices[0] != "none" and file.config.get("zero_force_ds_cpu_optimizer", True)
+    return ([] if uses_gpu else ["deepspeed_shm_comm"]) + (["cpu_adam"] if offloads else [])
+
+
+def prepare_builds(needed: Collection[str]) -> list[str]:
     """Choose the folder of the operations unless the user has, and remove locks that no process holds; before DeepSpeed is imported.
+
+    Args:
+        needed: Those that will be used.
 
     Returns:
         Lines for the user.
 
     Raises:
-        PlanError: They must be built, and a tool to build them is missing.
+        PlanError: One must be built, and a tool to build it is missing.
     """
     folder = Path(os.environ.setdefault(FOLDER, str(own_folder())))
     lines = []
@@ -56,19 +69,30 @@ def prepare_builds(needed: bool) -> list[str]:
                     lines.append(f"Waiting for a build of {lock.parent.name}. If no machine is building it: rm {lock}")
     except OSError:
         return []  # read-only, or a file system without locks: torch reports what it cannot do
-    if needed and not any(folder.glob("*/*.so")):
-        _check_compiler()
-        lines.append(f"DeepSpeed builds its C++ operations, once in this environment: about a minute ({folder})")
+    unbuilt = [name for name in needed if not (folder / name / f"{name}.so").exists() and not _is_installed(name)]
+    if unbuilt:
+        _check_compiler(unbuilt)
+        lines.append(f"DeepSpeed builds {' and '.join(unbuilt)}, once in this environment: about a minute ({folder})")
     return lines
 
 
-def _check_compiler() -> None:
+def _is_installed(name: str) -> bool:
+    """Whether the operation was built when DeepSpeed was installed (DS_BUILD_OPS)."""
+    package = find_spec("deepspeed")
+    return package is not None and any(Path(str(package.origin)).parent.glob(f"ops/*/{name}_op*.so"))
+
+
+def _check_compiler(unbuilt: list[str]) -> None:
     compiler = os.environ.get("CXX", "c++").split()[0]
-    missing = [program for program in ("ninja", compiler) if shutil.which(program) is None]
+    missing = [f"{program} on PATH" for program in ("ninja", compiler) if shutil.which(program) is None]
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing += [] if header.is_file() else [str(header)]
     if missing:
+        instead = "a file without offload_optimizer" if unbuilt == ["cpu_adam"] else "no train.deepspeed"
         raise PlanError(
-            f"train.deepspeed: on a CPU DeepSpeed builds C++ operations, and PATH has no {' and no '.join(missing)}. Start with "
-            "scripts/sft.sh, or put .venv/bin on PATH (ninja); install a compiler (apt-get install g++); or leave train.deepspeed out."
+            f"train.deepspeed: DeepSpeed builds {' and '.join(unbuilt)} in C++, and there is no {' and no '.join(missing)}. Start with "
+            "scripts/sft.sh, or put .venv/bin on PATH (ninja); install a compiler and Python's headers (apt-get install g++ python3-dev); "
+            f"or use {instead}."
         )
 
 

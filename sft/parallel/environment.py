@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import PlanError
-from sft.parallel.deepspeed import prepare_builds
+from sft.parallel.deepspeed import operations, prepare_builds
+from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware, driver_version
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -62,13 +63,14 @@ def set_debug_environment(ddp: bool, uses_gpu: bool, folder: Path) -> None:
         distributed.set_debug_level_from_env()
 
 
-def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
+def settle_environment(deepspeed: DeepSpeedFile | None, uses_gpu: bool, precision: str) -> None:
     """Make the environment agree with the plan; before accelerate or deepspeed is imported.
 
     Raises:
-        PlanError: `accelerate launch` requests an engine or a precision that the recipe does not name.
+        PlanError: `accelerate launch` requests an engine or a precision that the recipe does not name, or DeepSpeed's operations cannot
+            be built.
     """
-    _refuse_accelerates_choices(deepspeed, precision)
+    _refuse_accelerates_choices(deepspeed is not None, precision)
     # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, silently turns DeepSpeed into DDP.
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
@@ -80,8 +82,8 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    if deepspeed:
-        lines = prepare_builds(needed=not uses_gpu)  # on CPU ranks it reduces by an operation of its own
+    if deepspeed is not None:
+        lines = prepare_builds(operations(deepspeed, uses_gpu))
         if lines and os.environ.get("LOCAL_RANK", "0") == "0":
             print(*lines, sep="\n", flush=True)
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -91,7 +93,7 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
         os.environ.pop(name, None)
     if uses_gpu:  # with several visible GPUs transformers would wrap the model in DataParallel
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    if deepspeed:  # which would otherwise ask MPI
+    if deepspeed is not None:  # which would otherwise ask MPI
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 

@@ -1,8 +1,9 @@
-"""Replaces functions of accelerate that cannot do what a job needs. tests/upgrades/test_parallel.py fails when one can go.
+"""Replaces functions of accelerate and transformers that cannot do what a job needs. tests/upgrades/test_parallel.py fails when one can go.
 
 `AcceleratorState.__init__`                  silently takes CPU ranks for DDP where FSDP2 was requested
 `ParallelismConfig._validate_accelerator`    refuses parallel configurations over CPU ranks
 `fsdp2_prepare_auto_wrap_policy`             by size it wraps lists of modules too, which torch refuses
+`find_packed_sequence_indices`               reads positions from the GPU at each micro-batch, for a mask that is not made
 
 Not replaced but overridden, private methods among them: those of torch's `PipelineStage` in sft/parallel/pipeline.py.
 """
@@ -16,6 +17,7 @@ from typing import Any
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, fsdp_utils
+from transformers import masking_utils
 
 
 @contextmanager
@@ -60,3 +62,14 @@ def only_these_are_wrapped(modules: list[Any]) -> Iterator[None]:
         yield
     finally:
         fsdp_utils.fsdp2_prepare_auto_wrap_policy = original
+
+
+@contextmanager
+def no_masks_of_packs() -> Iterator[None]:
+    """Make transformers' models ask no tensor whether a batch is packed: the attention function is given where documents end."""
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original

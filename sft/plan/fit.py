@@ -19,7 +19,7 @@ from sft.plan.batch import divisors
 from sft.plan.case import Case
 from sft.plan.engine import REMEDY, open_deepspeed
 from sft.plan.gpus import find_gpu
-from sft.plan.hardware import UNNAMED, Gpu, Hardware, machine
+from sft.plan.hardware import Hardware, described_hardware
 from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.parallelism import FSDP2
 from sft.plan.plan import DataSize
@@ -251,17 +251,17 @@ def _machines(base: Case, hardware: Hardware) -> Iterator[Proposal]:
     gpu, shapes = hardware.gpu, SHAPES
     assert gpu
     for memory in [gpu.memory_gib, *(memory for memory in MEMORIES if memory > gpu.memory_gib + 1)]:
-        one = gpu if memory == gpu.memory_gib else Gpu(UNNAMED, memory, gpu.compute_capability)
-        kind = f"{memory:.0f}GB" if find_gpu(one.name) is None else one.name
+        same = memory == gpu.memory_gib
+        kind = gpu.name if same and find_gpu(gpu.name) else f"{memory:.0f}GB"
         for index, (nodes, gpus) in enumerate(shapes):
-            other = machine(one, nodes, gpus)
-            if one is gpu and other.ranks <= hardware.ranks:
+            words = f"{f'{nodes}x' if nodes > 1 else ''}{gpus}x{kind}"
+            other = described_hardware(words)
+            if same and other.ranks <= hardware.ranks:
                 continue
             tried = ((values, _fitting(base, other, values)) for values in _engines_elsewhere(base.recipe))
             values, found = next(((values, found) for values, found in tried if found), ({}, None))
             if found:
                 cost = _cost_of_machine(base, found, other.ranks / hardware.ranks)
-                words = f"{f'{nodes}x' if nodes > 1 else ''}{gpus}x{kind}"
                 yield Proposal(values, found, cost, _UNCHANGED, words)
                 shapes = shapes[:index]  # more memory is a remedy only where fewer GPUs do
                 break

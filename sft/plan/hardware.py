@@ -314,7 +314,7 @@ def described_hardware(description: str) -> Hardware:
 def _described_gpu(kind: str) -> Gpu | None:
     """A GPU by its name or its memory; None for another word."""
     if known := find_gpu(kind):
-        return Gpu(known.name, memory_in(kind) or known.memory_gb, known.compute_capability)
+        return Gpu(known.name, memory_in(kind) or known.memory_gib, known.compute_capability)
     memory = re.fullmatch(r"(\d+)(?:GB|GiB|G)?", kind, flags=re.IGNORECASE)
     # Every GPU sold with 24 GB or more in the last years has bf16.
     return Gpu(UNNAMED, int(memory[1]), 8.0) if memory and int(memory[1]) else None

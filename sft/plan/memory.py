@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from math import ceil
 from pathlib import Path
 
@@ -260,14 +259,9 @@ class _Sizes:
 
 
 def simulated(model: ModelFacts, wanted: Pass) -> PassMemory | None:
-    """What a simulated pass takes; None for a model that brings its own code, or whose code looks at values, as most routers do.
-
-    Results are kept in the user's cache (sft/memory), by config.json, what is wanted, the code of the simulation and versions.
-    """
+    """What a simulated pass takes; None for a model that brings its own code, or whose code looks at values, as most routers do."""
     if model.config is None:
         return None
-    versions = [version(name) for name in ("torch", "transformers", "peft")]
-    code = Path(__file__).with_name("simulation.py").read_text(encoding="utf-8")
 
     def simulate_pass() -> dict[str, int] | None:
         from sft.plan.simulation import simulate  # imports torch
@@ -277,5 +271,6 @@ def simulated(model: ModelFacts, wanted: Pass) -> PassMemory | None:
         except Exception:  # in whatever way the code of a model fails without values
             return None
 
-    found = cached("memory", [model.config, asdict(wanted), code, versions], simulate_pass)
+    code = [Path(__file__).with_name("simulation.py")]
+    found = cached("memory", [model.config, asdict(wanted)], code, simulate_pass)
     return PassMemory(**found) if found else None

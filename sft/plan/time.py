@@ -108,7 +108,7 @@ def estimate_time(case: Case) -> TimeEstimate | str:
             else f"the peak FLOP/s of {gpu.name} is not known here"
         )
     if case.plan.precision.value == "fp32":
-        return "the known peak FLOP/s are those of bf16, and the layers compute in fp32"
+        return "the known peak FLOP/s are those of half precision, and the layers compute in fp32"
     if case.offloads:
         return "not known with offload, where the machine's memory and its links decide"
     if flops is None:
@@ -123,7 +123,7 @@ def estimate_time(case: Case) -> TimeEstimate | str:
         length = squares / case.data.tokens
     once, again = _work(flops, tokens, targets, length, case.plan.gradient_checkpointing.value)
     low, high, words = _mfu(case, known)
-    seconds = (once + again) / known.bf16_flops / case.hardware.ranks
+    seconds = (once + again) / known.half_flops / case.hardware.ranks
     seconds /= 1 - bubble(case.recipe.train.pipeline_parallel_size, case.plan.gradient_accumulation_steps.value)
     ends = seconds / high / 3600, seconds / low / 3600
     return TimeEstimate(tokens, targets, whole, once, ends, case.hardware.ranks, known.watts, words)

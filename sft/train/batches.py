@@ -178,6 +178,9 @@ class Work:
     fingerprint: str
     """16 hexadecimal digits."""
 
+    peaks: tuple[float, ...]
+    """The highest of any rank, of the figures that each has brought."""
+
 
 class WorkSum:
     """Adds up what this rank trains on, and sums it over the ranks for each logged line."""
@@ -192,8 +195,8 @@ class WorkSum:
         """Count the micro-batches of a step."""
         self._contents += contents
 
-    def gather(self, accelerator: Any) -> Work | None:
-        """Make the line; every rank takes part. None where there was no step."""
+    def gather(self, accelerator: Any, *peaks: float) -> Work | None:
+        """Make the line, in one collective; every rank takes part. None where there was no step."""
         if not self._contents:
             return None
         mine, self._contents = self._contents, []
@@ -206,8 +209,10 @@ class WorkSum:
             sum(one.target_tokens for one in mine),
             sum(self.flops.of(one.lengths, one.target_tokens) for one in mine) if self.flops else 0,
         ]
-        sums = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-        low, high, tokens, targets, flops = accelerator.reduce(sums, reduction="sum").tolist()
+        of_rank = torch.tensor([[*values, *peaks]], dtype=torch.float64, device=accelerator.device)
+        columns = list(zip(*accelerator.gather(of_rank).tolist(), strict=True))
+        low, high, tokens, targets, flops = map(sum, columns[: len(values)])
         total = (int(low) + (int(high) << 32)) % 2**64
-        self.line = Work(int(tokens), int(targets), flops if self.flops else None, f"{total:016x}")
+        highest = tuple(map(max, columns[len(values) :]))
+        self.line = Work(int(tokens), int(targets), flops if self.flops else None, f"{total:016x}", highest)
         return self.line

@@ -79,13 +79,11 @@ def train(
     lost = distributed.reporting_lost_ranks(recipe, trainer.doing, run, watchdog.stacks)
     with lost, reporting_out_of_memory(job, trainer.doing, trainer):
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
-    step = trainer.state.global_step
+    step, last = trainer.state.global_step, trainer.state.max_steps
     leave_where_stopped(job, stopping, step)
-    if recipe.train.callbacks and step < trainer.state.max_steps and distributed.is_rank_0():
-        ended = (
-            f"The training ended after step {step} of {trainer.state.max_steps}, before its last: a callback ended it."
-        )
-        run.warn("callbacks", None if best else ended)
+    if recipe.train.callbacks and best is None and distributed.is_rank_0():
+        early = f"The training ended after step {step} of {last}, before its last: a callback ended it."
+        run.warn("callbacks", early if step < last else None)
     seconds = time.monotonic() - started
     lost = distributed.reporting_lost_ranks(recipe, "final/ was written", run)
     with lost, reporting_out_of_memory(job, "final/ was written", trainer):

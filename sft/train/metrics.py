@@ -19,7 +19,7 @@ from sft.plan.hardware import Hardware
 from sft.run.directory import Run, read_lines
 from sft.run.training_warnings import first_loss, weights_moved
 from sft.train.best import Measures
-from sft.train.speed import peak_flops, peak_memory_gib, speed
+from sft.train.speed import peak_flops, speed
 from sft.train.trainer import RecipeTrainer
 
 _FASTEST = 1.0
@@ -85,7 +85,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "batch": work.fingerprint if self.knows_batches else None,
             "tokens_seen": state.num_input_tokens_seen,
             **speed(work, self.trainer.clock.take(), self.peak),
-            "peak_memory_gib": peak_memory_gib(),
+            **dict(zip(("peak_memory_gib", "peak_reserved_gib"), work.peaks, strict=True)),
             "seconds": time.monotonic() - self.started,
         }
         self.knows_batches = True

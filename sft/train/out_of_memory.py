@@ -61,7 +61,7 @@ def _message(job: Job, error: str, doing: str, trainer: Any) -> str:
 
 
 def _peak(trainer: Any) -> str:
-    peak = peak_memory_gib()
+    peak, reserved_peak = peak_memory_gib()
     held = {name: _gib(tensors) for name, tensors in (_held(trainer) if trainer is not None else {}).items()}
     rest = ", ".join(["activations", "buffers", *(name for name, size in held.items() if not size)])
     parts = [f"{name} {size:.1f}" for name, size in held.items() if size]
@@ -70,7 +70,7 @@ def _peak(trainer: Any) -> str:
     reserved = ""
     if torch.cuda.is_available():
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-        reserved = f"; {torch.cuda.max_memory_reserved() / 2**30:.1f} reserved, {free:.1f} of {total:.1f} GiB are free"
+        reserved = f"; {reserved_peak:.1f} reserved, {free:.1f} of {total:.1f} GiB are free"
     return f"{peak:.1f} GiB{shown}{reserved}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sft.checkpoint.reshard import FullTensors, source_names
 from sft.checkpoint.resume import ResumePlan
 from sft.hub.flops import model_flops
 from sft.parallel import process_group as distributed
+from sft.parallel.patches import no_masks_of_packs
 from sft.parallel.pipeline import Item, Pipeline, place, take_stage
 from sft.parallel.sequence import share_batches
 from sft.plan.job import Job
@@ -87,7 +89,8 @@ class PipelineTrainer(RecipeTrainer):
             loss: torch.Tensor = self.compute_loss(part, batch, num_items_in_batch=num_items_in_batch)
             return loss
 
-        loss = self.pipeline.step(batches, compute, self.compute_loss_context_manager)
+        with no_masks_of_packs() if self.takes_boundaries else nullcontext():
+            loss = self.pipeline.step(batches, compute, self.compute_loss_context_manager)
         return loss * int(self.accelerator.num_processes)  # transformers logs the mean over all ranks
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:

@@ -277,6 +277,11 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     dtypes = _dtypes(updated or [parameter for group in optimizer.param_groups for parameter in group["params"]])
     kind, running, is_other = compare_kind(optimizer, job)
     fused = ", fused" if optimizer.defaults.get("fused") else ""
+    # ZeRO-1's optimizer in bf16 has its own name for it; FSDP2's is among the sharding, MasterAdamW's in check_optimizer.
+    zero: Any = engine.optimizer if engine is not None else None
+    added = getattr(zero, "gradient_accumulation_dtype", None) or getattr(zero, "grad_acc_dtype", None)
+    if added is not None:
+        yield Reading.equal("gradients", plan.gradients.value, SHORT[added])
     yield Reading("optimizer", f"{kind} on fp32", f"{running} on {dtypes}{fused}", is_other or dtypes != "fp32")
     if not is_other:
         yield Reading.equal("optimizer_arguments", *compare_arguments(optimizer, job))

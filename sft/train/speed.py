@@ -19,17 +19,17 @@ from sft.train.batches import Work
 
 
 def peak_flops(hardware: Hardware) -> float | None:
-    """Dense bf16 peak of all GPUs of the job, FLOP/s; None where unknown."""
+    """Dense peak in half precision of all GPUs of the job, FLOP/s; None where unknown."""
     found = find_gpu(hardware.gpu.name) if hardware.gpu else None
-    return found.bf16_flops * hardware.ranks if found else None
+    return found.half_flops * hardware.ranks if found else None
 
 
-def peak_memory_gib() -> float:
-    """The most memory this rank has used: of its GPU, or of the process without one."""
+def peak_memory_gib() -> tuple[float, float]:
+    """The most memory this rank has used: of its GPU, by tensors and reserved by torch for them; of the process without one, twice."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
+        return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
-    return kibibytes / 2**20
+    return kibibytes / 2**20, kibibytes / 2**20
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ from sft.checkpoint.resume import ResumePlan
 from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.errors import ModelError
 from sft.hub.flops import model_flops
+from sft.model.attention import NAME as VARLEN
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
-from sft.parallel.patches import cpu_ranks_may_shard
+from sft.parallel.patches import cpu_ranks_may_shard, no_masks_of_packs
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.plan.job import Job
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
 from sft.train.optimizers import build_muon
 from sft.train.regularization import NoisyEmbeddings, smoothed
-from sft.train.speed import StepClock
+from sft.train.speed import StepClock, peak_memory_gib
 from sft.train.stopping import Stopping
 from sft.train.watchdog import EVAL_LOSS, OPTIMIZER, Progress
 
@@ -49,10 +50,11 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     average of the ranks' gradients is that of the step, and the fused head's output.
     """
     # With a cache, transformers would not keep the documents of a pack apart.
-    if trainer.smoothing and trainer.model.training:
-        outputs = smoothed(model, inputs, trainer.smoothing)
-    else:
-        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+    with no_masks_of_packs() if trainer.takes_boundaries else nullcontext():
+        if trainer.smoothing and trainer.model.training:
+            outputs = smoothed(model, inputs, trainer.smoothing)
+        else:
+            outputs = model(**inputs, use_cache=False, fused_lm_head=True)
     tokens = outputs.label_mask.sum() if tokens_in_step is None else torch.as_tensor(tokens_in_step)
     loss = -outputs.log_probs.sum() / tokens.clamp(min=1)
     if tokens_in_step is not None and trainer.args.average_tokens_across_devices:
@@ -106,6 +108,9 @@ class RecipeTrainer(CheckpointingTrainer):
         self.stopping, self.faults = stopping, faults
         self.order, self.clock = sequences.order(job.recipe.train.seed), StepClock(job.hardware.gpu is not None)
         self.progress, self.tally, self._skipped = Progress(), Tally(), 0
+        attention = job.plan.attention.value
+        self.takes_boundaries = job.recipe.data.packing and attention.startswith((VARLEN, "flash_attention"))
+        """Whether the attention function is given where documents end, and needs no mask."""
         self._batches = self._passes = 0
         """Micro-batches of the step, and how many of them went into the model."""
         # SFTTrainer takes a dataset of its own library only, and never reads this one.
@@ -308,7 +313,7 @@ class RecipeTrainer(CheckpointingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the entropy and accuracy of the target tokens, and without skipped steps in the mean loss."""
         self._metrics["train"].update(self.tally.take(self.accelerator))
-        work = self.work.gather(self.accelerator)
+        work = self.work.gather(self.accelerator, *peak_memory_gib())
         self.state.num_input_tokens_seen += work.tokens if work is not None else 0
         if "loss" in logs and self._skipped:
             trained = self._steps_in_line - self._skipped

@@ -2,7 +2,8 @@
 
 A thread on each rank compares every few seconds how far the main thread is. Where that has not moved for half of train.ddp_timeout, it
 writes the stacks of all threads to <run>/logs/rank-N.stacks.txt. Ranks that wait for another one give up after train.ddp_timeout; a rank
-that waits for nobody is ended here, by `Watchdog.limit`.
+that waits for nobody is ended here, by `Watchdog.limit`. So is a rank that stands still while another one has failed, also on another
+node: NCCL would let it wait.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ CHECKPOINT, EVAL_LOSS, EVALUATION = "checkpoint", "eval loss", "evaluation"
 
 FIRST_STEPS, FIRST_TIMES = 3, 10
 """The first steps compile: they, and what comes before them, may take so many times longer."""
+
+FAILED_ELSEWHERE = 15.0
+"""Seconds in one place after which a rank is ended, where another has failed; gloo and the launcher are faster where they notice it."""
 
 TIMES_LONGEST = 3
 """Later a phase may take so many times the longest one so far, where that is more than train.ddp_timeout."""
@@ -136,6 +140,8 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
                 self._longest = max(self._longest, stood)
             self._seen, self._since, self._dumped = place, now, False
             return None
+        if stood > FAILED_ELSEWHERE and (failure := terminal.shown_failure(self.run.path)):
+            return failure
         ends = stood > self.limit(place[0])
         where = f"step {self.progress.step}, {place[0]}"
         if ends or (stood > self.timeout / 2 and not self._dumped):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sft import terminal
-from sft.errors import DataError
+from sft.errors import DataError, OutOfMemory
 from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
-from sft.terminal import FAILURE, failure_text, forget_failure, launch_folder, run_of, shown_failure
+from sft.terminal import FAILURE, failure_text, final_status, forget_failure, launch_folder, run_of, shown_failure
 
 Become = Callable[[int], None]
 
@@ -82,8 +82,20 @@ def test_every_node_shows_the_first_failure_of_the_job(
     fail(RuntimeError("[gloo/tcp/pair.cc:553] Connection closed by peer [10.0.0.9]:1"))
     assert capsys.readouterr().err.strip() == "Rank 9 on node1 failed"
     assert "Connection closed by peer" in (run / "logs" / "rank-0.log").read_text()  # kept, though not shown
+    assert final_status(run) is None  # another start may end otherwise
     forget_failure(run)
     assert shown_failure(run) is None
+
+
+def test_a_mistake_is_known_to_the_launchers_of_all_nodes(become: Become, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    become(0)
+    terminal.move_rank_log(run)
+    fail(OutOfMemory("Rank 0 ran out of GPU memory"))
+    assert (shown_failure(run), final_status(run)) == ("Rank 0 ran out of GPU memory", 2)
+    forget_failure(run)
+    assert final_status(run) is None
 
 
 PROGRAM = """

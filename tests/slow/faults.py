@@ -2,7 +2,7 @@
 
 A point is where it happens: `import`, `loading`, `data of step N`, `step N, micro-batch M`, `after step N`, `eval loss after step N`,
 `evaluation at step N`, `save N`, `final`, or so many seconds after the first step began: `0.7 s`. An action is one of ACTIONS or the name
-of a signal. ON is a rank or `all`; without STARTS each start of the job fails.
+of a signal. ON is a rank or `all`, whose others do OTHERS, if anything; without STARTS each start of the job fails.
 
 With BAD_ROW=nan|inf|gradient the loss, or only its gradient, is not finite where a row has a `~`; `observed/changes-N.txt` then says of
 each step whether it changed anything that rank N's optimizer holds.
@@ -41,6 +41,13 @@ def hang_in_python() -> None:
 def hang_in_c() -> None:
     """No handler of Python's runs meanwhile."""
     ctypes.CDLL(None).sleep(LONG)
+
+
+def wait_in_c() -> None:
+    """As for a GPU: no signal ends the wait."""
+    deadline = time.monotonic() + LONG
+    while time.monotonic() < deadline:
+        ctypes.CDLL(None).sleep(LONG)
 
 
 def be_signalled_twice() -> None:
@@ -90,18 +97,20 @@ ACTIONS = {
     "NCCL": be_aborted_by_nccl,
     "hang": hang_in_python,
     "hang in C": hang_in_c,
+    "wait in C": wait_in_c,
     "signals": be_signalled_twice,
 }
 
 
 def happens(point: str) -> None:
     """Do it where this is the point, once."""
-    if point != os.environ.get("AT") or os.environ.get("ON", "all") not in ("all", os.environ.get("RANK", "0")):
+    mine = os.environ.get("ON", "all") in ("all", os.environ.get("RANK", "0"))
+    action = os.environ["DO"] if mine and "DO" in os.environ else os.environ.get("OTHERS")
+    if point != os.environ.get("AT") or action is None:
         return
     if int(os.environ.get("SFT_RESTARTS", "0")) >= int(os.environ.get("STARTS", "99")):
         return
     os.environ["AT"] = "done"
-    action = os.environ["DO"]
     if action in ACTIONS:
         ACTIONS[action]()
     else:

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from sft.checkpoint import final
+from sft.checkpoint import final, save_verification
 from sft.checkpoint import write as checkpoint_writer
 from sft.launch import rank as train
 from sft.program import run_main
@@ -203,6 +203,26 @@ def adapter_scale_zero() -> None:
     edited("adapter_config.json", lora_alpha=0)
 
 
+def adapter_bit() -> None:
+    """The last bit of one element."""
+
+    def flip(state: State) -> None:
+        name = next(name for name in state if "lora_B" in name)
+        state[name].view(-1).view(torch.int32)[0] ^= 1
+
+    tensors_changed(flip)
+
+
+def adapter_renamed() -> None:
+    """Names that PEFT does not know: it loads the others, and says nothing."""
+
+    def rename(state: State) -> None:
+        for name in [name for name in state if "layers.1." in name]:
+            state[name.replace("lora_B", "lora_b")] = state.pop(name)
+
+    tensors_changed(rename)
+
+
 def embeddings_not_resized() -> None:
     """The embedding of the base, under a tokenizer with more tokens."""
     rows = 544
@@ -240,6 +260,17 @@ def no_chat_template() -> None:
         (folder / "chat_template.jinja").unlink()
 
     final._complete = complete_without
+
+
+def late_other_rotation() -> None:
+    """The same, of a final/ that is loaded while the evaluation starts."""
+    save_verification.LARGE = 0
+    other_rotation()
+
+
+def late() -> None:
+    """Nothing is wrong with a final/ that is loaded while the evaluation starts."""
+    save_verification.LARGE = 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -38,3 +39,25 @@ def test_it_ends_the_job_in_one_message_and_no_launcher_restarts_it(
     run = latest(recipe)
     assert (run.record["status"], "ran out of GPU memory" in run.record["error"]) == ("failed", True)
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(("fault", "status"), [("out of memory", 2), ("SIGKILL", 1)])
+def test_ranks_that_wait_in_c_for_a_rank_that_is_gone_are_ended_at_once(
+    fault: str, status: int, own_recipe: Path, command: Callable[..., CompletedProcess[str]]
+) -> None:
+    """As NCCL waits, up to train.ddp_timeout, 600 s: torchrun ends them 30 s later, if the watchdog has not."""
+    recipe = write_recipe(
+        own_recipe,
+        data={"train": [{"path": "builtin:demo", "rows": 200}], "max_length": 128},
+        train={"global_batch_size": 8, "max_steps": 4, "logging_steps": 1},
+    )
+    fault_of_rank_1 = {"AT": "step 3, micro-batch 1", "ON": "1", "DO": fault, "OTHERS": "wait in C"}
+    began = time.monotonic()
+    printed = command([*launcher_of(0, ranks=2), recipe], expect=status, PYTHONPATH=str(REPOSITORY), **fault_of_rank_1)
+    assert time.monotonic() - began < 60
+    message = (
+        "Rank 1 on .* was ended by signal 9" if fault == "SIGKILL" else "Rank 1 ran out of GPU memory while step 3"
+    )
+    assert len(re.findall(message, printed.stderr)) == 1, printed.stderr
+    assert not re.search("Traceback|Interrupted|lost the other", printed.stderr)
+    assert latest(recipe).record["status"] == "failed"

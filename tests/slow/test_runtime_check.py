@@ -1,6 +1,7 @@
 """What was asked for is what runs: read back from the live objects before the first step, or an error that trains nothing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from sft.hub.demo import make_demo
-from tests.slow.conftest import decisions
-from tests.slow.engine_runs import EngineRuns
+from sft.recipe.schema import REPOSITORY
+from tests.slow.conftest import decisions, write_recipe
+from tests.slow.engine_runs import ENGINES, EngineRuns
 from tests.slow.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -82,3 +84,13 @@ def test_a_model_that_leaks_is_refused_before_the_first_step(
     assert run.last_checkpoint() is None
     assert not run.final.exists()
     assert not run.metrics_file.exists() or run.metrics_file.read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["1", "2 DDP", "2 FSDP2"])
+def test_a_step_reads_nothing_from_the_device_but_the_norm(name: str, own_recipe: Path, ranks: Ranks) -> None:
+    train = {"global_batch_size": 8, "micro_batch_size": 2, "max_steps": 4, "logging_steps": 10}
+    recipe = write_recipe(own_recipe, train=train)
+    program = REPOSITORY / "tests" / "slow" / "host_waits.py"
+    printed = ranks.run(ENGINES[name].ranks, [program, recipe, *ENGINES[name].overrides])["stdout"]
+    reads = set(re.findall("^read .*", printed, re.MULTILINE))
+    assert len(reads) == 1 and "1 x" in (read := reads.pop()) and "faults.py: value = float(norm" in read, reads

@@ -118,17 +118,22 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "zero3_empty_shards": ("2 ZeRO-3", (), "has shape [0], in memory ["),
     "fsdp_own_shard": ("2 FSDP2", (), "has shape [272, 128], in memory [544, 128]"),
     "head_dropped": ("1", (UNTIED,), "lm_head.weight: is not in the saved model"),
-    "adapter_not_saved": ("2 ZeRO-3", LORA, "q_proj.weight: "),
+    # With fewer elements ZeRO-3 would not shard them.
+    "zero3_empty_shards, adapters": ("2 ZeRO-3", ("model.lora={r: 64}",), "has shape [0], in memory ["),
     # At a learning rate of 0 an adapter stays zero: the second step is the first that trains.
-    "adapter_scale_zero": ("1", (*LORA, BF16, "train.warmup_steps=100"), "q_proj.weight: "),
+    "adapter_scale_zero": ("1", (*LORA, BF16, "train.warmup_steps=100"), "has rank, scale, dropout and DoRA (4, 0.0, "),
+    "adapter_renamed": ("2 FSDP2", LORA, "lora_B.weight: is not in the saved model"),
+    "adapter_bit": ("2 DDP", LORA, "1 of 512 elements differ, by"),
     "embeddings_not_resized": ("1", (NEW,), "has shape [544, 128], in memory [546, 128]"),
     "stale": ("1", (), "elements differ, by"),
     "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
     "no_chat_template": ("1", (), "the tokenizer: chat_template is None"),
 }
-AT_THE_END = {
-    "no_stop_token": ("1", "generation_config.json: eos_token_id is 0"),
-    "other_rotation": ("2 DDP", "logits differ by"),  # neither tensors nor settings show it
+AT_THE_END: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
+    "other_rotation": ("2 DDP", (), "logits differ by"),  # neither tensors nor settings show it
+    "late_other_rotation": ("1", (), "logits differ by"),
+    "adapter_not_saved": ("2 ZeRO-3", LORA, "q_proj.weight: "),
 }
 
 
@@ -151,7 +156,7 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     engine, overrides, said = FAULTS[fault]
     overrides = tuple(f"model.name_or_path={untied}" if word == UNTIED else word for word in overrides)
     words = [SAVE_FAULTS, recipe, *ENGINES[engine].overrides, *overrides, f"tracking.run_name={plain(fault)}"]
-    printed = ranks.run(ENGINES[engine].ranks, words, expect=1, WRONG=fault)
+    printed = ranks.run(ENGINES[engine].ranks, words, expect=1, WRONG=fault.partition(",")[0])
     run = Run(recipe.parent / "outputs" / "job" / plain(fault))
     error = run.record["error"]
     step = 2 if "train.warmup_steps=100" in overrides else 1
@@ -167,9 +172,11 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
 def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_run(
     fault: str, recipe: Path, ranks: Ranks
 ) -> None:
-    engine, said = AT_THE_END[fault]
-    words = [SAVE_FAULTS, recipe, "train.max_steps=1", f"tracking.run_name=end-{plain(fault)}"]
-    printed = ranks.run(ENGINES[engine].ranks, words, expect=1, WRONG=fault)
+    engine, overrides, said = AT_THE_END[fault]
+    overrides = (*ENGINES[engine].overrides, *overrides)
+    words = [SAVE_FAULTS, recipe, *overrides, "train.max_steps=1", f"tracking.run_name=end-{plain(fault)}"]
+    late = fault.startswith("late")
+    printed = ranks.run(ENGINES[engine].ranks, words, expect=1, finish=late, WRONG=fault)
     run = Run(recipe.parent / "outputs" / "job" / f"end-{plain(fault)}")
     assert said in run.record["error"]
     assert (run.record["status"], run.final.exists(), (run.path / ".final").exists()) == ("failed", False, False)
@@ -178,3 +185,14 @@ def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_r
     AutoModelForCausalLM.from_pretrained(run.unverified)
     ranks.run(ENGINES[engine].ranks, words)
     assert (run.record["status"], run.final.is_dir(), run.unverified.exists()) == ("finished", True, False)
+
+
+def test_a_large_final_is_loaded_while_the_evaluation_starts(recipe: Path, ranks: Ranks) -> None:
+    words = [SAVE_FAULTS, recipe, *LORA, "train.max_steps=2", "tracking.run_name=large"]
+    printed = ranks.run(1, words, finish=True, WRONG="late")["stdout"]
+    run = Run(recipe.parent / "outputs" / "job" / "large")
+    assert "38 tensors equal those in memory.\n" in printed
+    assert f"{run.final}: loaded again its logits differ by " in printed
+    assert run.record["save_checked"]["logits_differ"] < 1e-3
+    assert (run.record["status"], run.record["evaluation"]) == ("finished", "finished")
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == [".lock"]

@@ -6,9 +6,11 @@ iproute2 (`apt-get install iproute2`).
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ import pytest
 from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from tests.slow.conftest import BIN, lines_of, losses, until, write_recipe
+from tests.slow.conftest import BIN, lines_of, losses, plain, until, write_recipe
 from tests.slow.engine_runs import assert_same_weights
 from tests.slow.ranks import Ranks
 
@@ -228,3 +230,34 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_resume
     assert_same_weights(run, alone, 1e-4)
     size = sum(file.stat().st_size for file in run.last_checkpoint().rglob("*") if file.is_file())  # type: ignore[union-attr]
     assert size == pytest.approx(PARAMETERS * BYTES[engine], rel=0.06), "the plan reckons with as many"
+
+
+@pytest.mark.parametrize("waits", ["over gloo", "in C, as over NCCL"])
+def test_a_gpu_without_memory_on_one_host_ends_the_job_on_both_without_restarts(
+    waits: str, hosts: Pair, recipe: Path
+) -> None:
+    name, port = plain(f"memory {waits}"), free_port()
+    fault = {"AT": "step 3, micro-batch 1", "ON": "1", "DO": "out of memory"}
+    fault |= {"OTHERS": "wait in C"} if waits != "over gloo" else {}
+    program = (
+        "import sys; from sft.launch.topology import Topology; from sft.launch.torchrun import start; start(Topology("
+    )
+    started = [
+        host.start(
+            [
+                sys.executable,
+                "-c",
+                f"{program}1, 2, {rank}, {hosts[0].address!r}, {port}), sys.argv[1:], restarts=3, lost_after={TIMEOUT})",
+                REPOSITORY / "tests" / "slow" / "faults.py",
+                *(recipe, f"tracking.run_name={name}", "train.ddp_timeout=600"),
+            ],
+            **fault,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    until(lambda: all(one.process.poll() is not None for one in started), seconds=120)
+    for printed in finished(started, expect=2):
+        assert printed.count("Rank 1 ran out of GPU memory while step 3 was trained (") == 1, printed
+        assert not re.search("Restarting all processes|Traceback|lost the other ranks|did not meet", printed), printed
+    run = Run(recipe.parent / "outputs" / recipe.stem / name)
+    assert (run.record["status"], "ran out of GPU memory" in run.record["error"]) == ("failed", True)

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType, fsdp_utils
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils import cpp_extension
+from transformers import masking_utils
 
 from sft.parallel.deepspeed import FOLDER
 from sft.parallel.pipeline import Stage
@@ -57,6 +58,14 @@ def test_accelerates_own_policy_still_reduces_gradients_in_bf16() -> None:
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
     assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16
+
+
+def test_transformers_still_reads_positions_to_find_packs() -> None:
+    """Else no_masks_of_packs can go."""
+    positions = torch.tensor([[0, 1, 2, 3]])
+    assert masking_utils.find_packed_sequence_indices(positions) is None  # as only values say
+    source = inspect.getsource(masking_utils._preprocess_mask_arguments)
+    assert "find_packed_sequence_indices(position_ids)" in source
 
 
 def test_torch_builds_where_the_variable_says_behind_a_file_named_lock(

@@ -12,15 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.checkpoint.live_tensors import live_tensors
-from sft.checkpoint.load_again import load_and_compare
+from sft.checkpoint.load_again import Load
 from sft.checkpoint.save_verification import (
     LENGTH,
     ROWS,
+    as_in_files,
     compare_settings,
     compare_tensors,
     difference,
     sample_rows,
 )
+from sft.errors import RunError
 from sft.hub.demo import Demo
 from sft.model.live import logits_distance
 
@@ -83,11 +85,11 @@ def test_a_model_is_itself_and_what_is_changed_or_left_out_is_named(demo: Demo, 
         one.save_pretrained(tmp_path)
     live = list(live_tensors(model, None))
     assert {name for one in live for name in one.names} == model.state_dict().keys()
-    assert compare_tensors(iter(live), model, tmp_path) == ([], len(live))
+    assert compare_tensors(iter(live), tmp_path) == ([], len(live))
     assert compare_settings(tmp_path, model, tokenizer, False) == []
     with torch.no_grad():
         model.model.norm.weight[0] += 1
-    problems, _ = compare_tensors(list(live_tensors(model, None))[1:], model, tmp_path)
+    problems, _ = compare_tensors(list(live_tensors(model, None))[1:], tmp_path)
     assert problems == [
         "model.norm.weight: 1 of 128 elements differ, by 1 at most",
         "model.embed_tokens.weight: is in the saved model only",
@@ -112,7 +114,7 @@ def test_models_that_are_saved_under_other_names_than_they_have_in_memory_are_th
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, **heads, num_experts_per_tok=2)).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.save_pretrained(tmp_path / "saved")
-    problems, count = compare_tensors(live_tensors(model, None), model, tmp_path / "saved")
+    problems, count = compare_tensors(as_in_files(live_tensors(model, None), model), tmp_path / "saved")
     assert problems == []
     assert count > len(model.state_dict())
 
@@ -122,8 +124,13 @@ def test_a_fresh_process_loads_the_model_and_its_logits_are_compared(demo: Demo,
     rows = [[5, 6, 7, 8]]
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(demo.model)(input_ids=torch.tensor(rows)).logits
-    problems, distance = load_and_compare(Path(demo.model), rows, logits, 1e-3, False)
+    torch.save((rows, logits, 1e-3, False), tmp_path / "request.pt")
+    problems, distance = Load(Path(demo.model), tmp_path).compare()
     assert (problems, distance < 1e-3) == ([], True)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (problem,), _ = load_and_compare(tmp_path, rows, logits, 1e-3, False)
+    (problem,), _ = Load(tmp_path, tmp_path).compare()
     assert "it cannot be loaded: OSError" in problem
+    killed = Load(Path(demo.model), tmp_path)
+    killed.process.kill()
+    with pytest.raises(RunError, match=r"was killed, as Linux does where memory runs out.*save_canary=false"):
+        killed.compare()

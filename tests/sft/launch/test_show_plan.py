@@ -1,6 +1,7 @@
 """`sft plan` through the real command: bars, JSON, and a model of which only config.json and tokenizer are here."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,14 @@ def test_a_refused_plan_shows_the_bars_of_what_was_tried_first(recipe_file: Path
 def test_json_prints_one_plan(recipe_file: Path) -> None:
     with pytest.raises(UserError, match="--fit lists changes and --json prints one plan"):
         run(recipe_file, "--json", "--fit", "--on", "1x4GB")
+
+
+def test_adapters_that_fit_a_model_are_kept_and_others_are_refused_each_time(
+    recipe_file: Path, bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = [recipe_file, f"model.name_or_path={bare}", f"output_dir={tmp_path / 'out'}"]
+    for lora, refused in (("{}", False), ("{target_modules: [nope]}", True), ("{}", False)):
+        with pytest.raises(ModelError, match="nope matches no layer") if refused else nullcontext():
+            run(*words, f"model.lora={lora}")
+        assert len(list((tmp_path / "cache" / "sft" / "trained").glob("*.json"))) == 1

@@ -9,7 +9,10 @@ import pytest
 
 from sft.launch.topology import Topology
 from sft.launch.torchrun import _report_failures, _why_nccl_aborted, first_failure, torchrun_arguments
+from sft.recipe.load import load_recipe
+from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
+from sft.terminal import FAILURE, STATUS
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
@@ -56,6 +59,22 @@ def test_the_first_failure_is_of_a_rank_that_was_not_ended(failures: dict[int, F
 def test_the_exit_status_says_whether_a_restart_may_help(codes: list[int], status: int, may_restart: bool) -> None:
     failures = {rank: Failed(code) for rank, code in enumerate(codes) if code}
     assert _report_failures(failures, None) == (status, may_restart)
+
+
+@pytest.mark.parametrize("code", [1, -signal.SIGABRT])
+def test_a_node_that_only_lost_a_rank_of_another_ends_as_that_one_and_does_not_restart(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr("sft.launch.torchrun._run", lambda: run)
+    monkeypatch.setattr(Run, "recipe", lambda _: load_recipe(REPOSITORY / "recipes" / "tiny.yaml"))
+    run.update(status="running")
+    assert _report_failures({0: Failed(code)}, None) == (1, True)
+    (tmp_path / "logs" / FAILURE).write_text("Rank 9 on node1 ran out of GPU memory")
+    (tmp_path / "logs" / STATUS).write_text("2")
+    assert _report_failures({0: Failed(code)}, None) == (2, False)
+    assert run.record["error"] == "Rank 9 on node1 ran out of GPU memory"
 
 
 def test_torchrun_understands_what_it_is_called_with() -> None:

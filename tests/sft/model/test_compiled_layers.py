@@ -73,6 +73,12 @@ def test_a_machine_without_a_compiler_is_told_before_the_weights_load(
     outputs.mkdir(exist_ok=True)
     (outputs / "Python.h").touch()
     check_compiler(open_job(recipe_file, liger, GPU))
+    (outputs / "Python.h").unlink()
+    monkeypatch.setenv("CXX", sys.executable)
+    with pytest.raises(
+        PlanError, match=r"model\.compile=true: there is no \S+Python\.h, with which torch\.compile compiles"
+    ):
+        check_compiler(open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU))
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(PlanError, match=r"Liger's kernels: there is no no-such-compiler or clang on PATH"):

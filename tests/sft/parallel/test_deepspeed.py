@@ -1,9 +1,11 @@
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from sft.errors import PlanError
-from sft.parallel.deepspeed import FOLDER, own_folder, prepare_builds
+from sft.parallel.deepspeed import FOLDER, operations, own_folder, prepare_builds
+from sft.plan.deepspeed import load_deepspeed
 
 
 @pytest.fixture
@@ -18,17 +20,17 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_lock_that_no_process_holds_is_removed_with_a_line(lock: Path) -> None:
-    (line,) = prepare_builds(False)
+    (line,) = prepare_builds([])
     assert "cpu_adam" in line
     assert not lock.exists()
-    assert prepare_builds(False) == []
+    assert prepare_builds([]) == []
 
 
 def test_a_lock_in_a_folder_that_the_user_has_named_may_be_another_machines(
     lock: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(FOLDER, str(lock.parents[1].rename(tmp_path / "shared")))
-    (line,) = prepare_builds(False)
+    (line,) = prepare_builds([])
     assert f"rm {tmp_path / 'shared' / 'cpu_adam' / 'lock'}" in line
     assert (tmp_path / "shared" / "cpu_adam" / "lock").exists()
 
@@ -40,21 +42,42 @@ def test_a_lock_of_a_running_build_stays(lock: Path) -> None:
     lock.unlink()
     baton = FileBaton(str(lock))
     assert baton.try_acquire()
-    assert prepare_builds(False) == ["Another process is building cpu_adam: waiting for it."]
+    assert prepare_builds([]) == ["Another process is building cpu_adam: waiting for it."]
     assert lock.exists()
     baton.release()
     assert not lock.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "uses_gpu", "expected"),
+    [
+        ("zero2", False, ["deepspeed_shm_comm"]),
+        ("zero2", True, []),
+        ("zero2_offload", True, ["cpu_adam"]),
+        ("zero3_offload", False, ["deepspeed_shm_comm", "cpu_adam"]),
+        ("zero3_nvme", True, ["cpu_adam"]),
+    ],
+)
+def test_an_offloaded_optimizer_is_built_beside_a_gpu_too(name: str, uses_gpu: bool, expected: list[str]) -> None:
+    assert operations(load_deepspeed(name), uses_gpu) == expected
 
 
 def test_a_build_is_announced_where_one_is_needed_and_refused_without_its_tools(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock.unlink()
-    (line,) = prepare_builds(True)
+    (line,) = prepare_builds(["cpu_adam"])
     assert "about a minute" in line
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(lock.parent))
+    with pytest.raises(
+        PlanError, match=r"builds cpu_adam in C\+\+, and there is no \S+Python\.h\..*without offload_optimizer"
+    ):
+        prepare_builds(["cpu_adam"])
     monkeypatch.setenv("PATH", str(lock.parent))
     monkeypatch.setenv("CXX", "g++-none -O2")
-    with pytest.raises(PlanError, match=r"no ninja and no g\+\+-none"):
-        prepare_builds(True)
+    with pytest.raises(PlanError, match=r"no ninja on PATH and no g\+\+-none on PATH and no \S+Python\.h"):
+        prepare_builds(["cpu_adam"])
     (lock.parent / "cpu_adam.so").touch()
-    assert prepare_builds(True) == []
+    assert prepare_builds(["cpu_adam"]) == []
+    with pytest.raises(PlanError, match="builds deepspeed_shm_comm"):
+        prepare_builds(["deepspeed_shm_comm", "cpu_adam"])

@@ -17,13 +17,13 @@ def test_an_engine_that_only_accelerate_launch_requests_is_refused(
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(PlanError, match=f"requests {engine}.*train.deepspeed"):
-        settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+        settle_environment(deepspeed=None, uses_gpu=False, precision="fp32")
 
 
 def test_a_precision_that_only_accelerate_launch_requests_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(PlanError, match=r"mixed precision bf16.*train.precision gives fp32.*train.precision=bf16"):
-        settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+        settle_environment(deepspeed=None, uses_gpu=False, precision="fp32")
 
 
 def test_what_accelerate_leaves_in_the_environment_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_what_accelerate_leaves_in_the_environment_decides_nothing(monkeypatch: 
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "")
-    settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+    settle_environment(deepspeed=None, uses_gpu=False, precision="fp32")
     assert not [name for name in os.environ if name.startswith("ACCELERATE_")]
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
@@ -45,12 +45,12 @@ def test_one_process_that_a_launcher_started_is_a_process_by_itself(monkeypatch:
     for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "")
     assert not {*of_group, "WORLD_SIZE"} & set(environment.environment_without_launcher())
-    settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+    settle_environment(deepspeed=None, uses_gpu=False, precision="fp32")
     assert not {*of_group, "WORLD_SIZE"} & set(os.environ)
     assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "2"
     for name, value in {**of_group, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+    settle_environment(deepspeed=None, uses_gpu=False, precision="fp32")
     assert {*of_group, "WORLD_SIZE"} <= set(os.environ)
 
 

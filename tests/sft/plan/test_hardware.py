@@ -9,6 +9,7 @@ import pytest
 from sft.errors import PlanError
 from sft.launch.prepare import worker_count
 from sft.launch.topology import read_topology
+from sft.plan.gpus import GPU_MODELS, find_gpu
 from sft.plan.hardware import (
     check_visible_gpus,
     cpu_cores,
@@ -17,7 +18,9 @@ from sft.plan.hardware import (
     detect_hardware,
     visible_gpus,
 )
+from sft.plan.resolve import resolve_plan
 from tests.fake_nvml import GIB, Device, FakeNvml
+from tests.sft.plan.machines import QWEN, MakeRecipe
 
 Machine = Callable[..., None]
 
@@ -149,6 +152,42 @@ def test_a_named_gpu_has_its_name_and_another_none() -> None:
     names = {words: described_hardware(words).gpu for words in ("8xH100-PCIe", "8x80GB", "1xgeforce rtx 4090")}
     found = {words: gpu and (gpu.name, gpu.compute_capability) for words, gpu in names.items()}
     assert list(found.values()) == [("H100-PCIe", 9.0), ("GPU", 8.0), ("RTX-4090", 8.9)]
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-PCIE-32GB", "V100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("Quadro RTX 6000", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_its_driver_gives(driver: str, name: str | None) -> None:
+    found = find_gpu(driver)
+    assert (found and found.name) == name
+
+
+def test_no_two_gpus_answer_to_one_name() -> None:
+    assert [find_gpu(one.name) for one in GPU_MODELS] == list(GPU_MODELS)
+
+
+@pytest.mark.parametrize(("words", "memory"), [("1xT4", 15), ("8xV100", 16), ("8xV100-32GB", 32), ("4xV100-PCIe", 16)])
+def test_a_gpu_without_bf16_is_planned_in_fp16(words: str, memory: float, make_recipe: MakeRecipe) -> None:
+    hardware = described_hardware(words)
+    assert hardware.gpu is not None
+    plan = resolve_plan(make_recipe(), hardware, QWEN)
+    assert (hardware.gpu.memory_gib, plan.precision.value, plan.attention.value) == (memory, "fp16", "sdpa")
 
 
 @pytest.mark.parametrize(

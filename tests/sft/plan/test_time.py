@@ -105,7 +105,7 @@ def test_without_data_it_is_that_of_a_billion_tokens(make_recipe: MakeRecipe) ->
     [
         (cpu(), [], "on a CPU no time is planned"),
         (described_hardware("8x80GB"), [], "--on 8xH100"),
-        (Hardware(Gpu("NVIDIA T4", 16.0, 7.5), 1, 1, 4, 32.0), [], "NVIDIA T4 is not known"),
+        (Hardware(Gpu("Tesla P100", 16.0, 6.0), 1, 1, 4, 32.0), [], "Tesla P100 is not known"),
         (H100, ["train.precision=fp32"], "compute in fp32"),
         (H100, ["train.deepspeed=zero2_offload"], "offload"),
         (H100, ["train.fsdp={offload_params: true}"], "offload"),

@@ -205,24 +205,23 @@ def padded(*rows: Document) -> int:
 
 
 class Ranks:
-    """accelerate's sum over ranks, given what the others have."""
+    """accelerate's gathering from ranks, given what the others have."""
 
     def __init__(self, *others: WorkSum) -> None:
         self.others, self.device = others, torch.device("cpu")
-        self.summed = torch.zeros(5, dtype=torch.float64)
+        self.gathered = torch.zeros(1, 6, dtype=torch.float64)
 
-    def reduce(self, sums: torch.Tensor, reduction: str) -> torch.Tensor:
-        assert reduction == "sum"
-        for other in self.others:
+    def gather(self, of_rank: torch.Tensor) -> torch.Tensor:
+        self.gathered = of_rank
+        for number, other in enumerate(self.others):
             alone = Ranks()
-            other.gather(alone)
-            sums = sums + alone.summed
-        self.summed = sums
-        return sums
+            other.gather(alone, 2.0 + number, 7.0 - number)
+            self.gathered = torch.cat([self.gathered, alone.gathered])
+        return self.gathered
 
 
 def line_of(one: WorkSum, *others: WorkSum) -> Work:
-    line = one.gather(Ranks(*others))
+    line = one.gather(Ranks(*others), 1.5, 1.5)
     assert line is not None
     return line
 
@@ -251,7 +250,9 @@ def test_a_fingerprint_does_not_depend_on_packing_micro_batches_ranks_padding_or
 
 def test_a_line_sums_its_steps_over_all_ranks() -> None:
     one = FLOPS.of(np.array([3, 4]), 2)
-    assert line_of(of_batches(1, 2), of_batches(5)) == Work(21, 6, 3 * one, f"{8:016x}")
+    assert line_of(of_batches(1, 2), of_batches(5)) == Work(21, 6, 3 * one, f"{8:016x}", (2.0, 7.0))
+    # Memory is that of the rank with most, each figure by itself.
+    assert line_of(of_batches(1), of_batches(2), of_batches(3)).peaks == (3.0, 7.0)
     assert line_of(of_batches(2**64 - 1), of_batches(2)).fingerprint == f"{1:016x}"
     assert WorkSum().gather(Ranks()) is None
 

@@ -19,7 +19,7 @@ CPU = Hardware(None, 1, 1, 2, 16.0)
 H100 = Hardware(Gpu("NVIDIA H100 80GB HBM3", 80.0, 9.0), 2, 2, 16, 128.0)
 KEYS = (
     "step epoch loss grad_norm learning_rate batch tokens_seen tokens_per_second labelled_tokens_per_second mfu "
-    "step_seconds_p50 step_seconds_p90 data_seconds peak_memory_gib seconds"
+    "step_seconds_p50 step_seconds_p90 data_seconds peak_memory_gib peak_reserved_gib seconds"
 ).split()
 TOKENS = 30
 """Of a step."""
@@ -43,7 +43,7 @@ class Steps:
     def __init__(
         self, folder: Path, start: int = 0, tick: Callable[[float], None] = time.sleep, hardware: Hardware = CPU
     ) -> None:
-        accelerator = SimpleNamespace(device="cpu", reduce=lambda sums, reduction: sums)
+        accelerator = SimpleNamespace(device="cpu", gather=lambda of_ranks: of_ranks)
         self.tick, self.accelerator, self.clock, self.work = tick, accelerator, StepClock(on_gpu=False), WorkSum()
         trainer: Any = SimpleNamespace(clock=self.clock, work=self.work)
         self.metrics = Metrics(trainer, Run(folder), hardware, {})
@@ -67,7 +67,7 @@ class Steps:
         while self.state.global_step < step:
             self.step()
         self.state.epoch = step / 20
-        work = self.work.gather(self.accelerator)
+        work = self.work.gather(self.accelerator, 1.5, 2.5)
         assert work is not None
         self.state.num_input_tokens_seen += work.tokens  # as RecipeTrainer does
         logs = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 2e-5} | values

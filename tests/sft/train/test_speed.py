@@ -14,11 +14,11 @@ from sft.train.speed import StepClock, StepTimes, peak_flops, speed
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A10G", 70e12),
-        ("NVIDIA A10", None),
-        ("NVIDIA H20", None),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L20", None),
         ("NVIDIA A100-SXM4-40GB", 312e12),
         ("NVIDIA A100 80GB PCIe", 312e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice is not as fast as the GPU
     ],
@@ -30,12 +30,12 @@ def test_the_peak_is_that_of_the_gpu_or_unknown(name: str, peak: float | None) -
 
 
 def test_the_speed_is_tokens_and_flops_over_the_seconds_of_the_steps() -> None:
-    work, times = Work(1000, 400, 5e15, ""), StepTimes([1.0, 2.0, 3.0, 4.0], 0.5)
+    work, times = Work(1000, 400, 5e15, "", ()), StepTimes([1.0, 2.0, 3.0, 4.0], 0.5)
     found = speed(work, times, peak=2e15)
     assert (found["tokens_per_second"], found["labelled_tokens_per_second"]) == (100, 40)
     assert (found["step_seconds_p50"], found["step_seconds_p90"]) == (2.5, pytest.approx(3.7))
     assert (found["mfu"], found["data_seconds"]) == (0.25, 0.5)
-    assert speed(work, times, peak=None)["mfu"] is speed(Work(1, 1, None, ""), times, 1.0)["mfu"] is None
+    assert speed(work, times, peak=None)["mfu"] is speed(Work(1, 1, None, "", ()), times, 1.0)["mfu"] is None
 
 
 def test_batches_go_on_after_a_step_has_taken_its_own() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from sft.run.directory import Run
+from sft.terminal import FAILURE
 from sft.train.watchdog import CHECKPOINT, Progress, Watchdog
 
 
@@ -51,6 +52,16 @@ def test_a_process_that_stands_still_is_ended_with_its_stacks(make_watched: Make
     (message,) = watched.wait(10)
     assert "step 5, data. Stacks" in message
     assert "thread 0x" in (tmp_path / "logs" / "rank-0.stacks.txt").read_text()
+
+
+def test_a_rank_that_stands_while_another_has_failed_is_ended(make_watched: MakeWatched, tmp_path: Path) -> None:
+    """On another node too, whose ranks no launcher here hears of."""
+    watched = make_watched(ranks=2)
+    watched.train(4)
+    (tmp_path / "logs" / FAILURE).write_text("Rank 1 on node1 failed")
+    watched.progress.begin(5)
+    assert watched.wait(20) == []
+    assert watched.wait(10) == ["Rank 1 on node1 failed"] * 2
 
 
 def test_a_save_is_never_ended(make_watched: MakeWatched, tmp_path: Path) -> None:
