@@ -12,7 +12,7 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import resolve_data_parallel_ranks, resolve_sequences
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Hardware
-from sft.plan.memory import ENGINES, engine_of, estimate_memory
+from sft.plan.memory import ENGINES, engine_of, estimate_memory, estimate_stages
 from sft.plan.memory_estimate import GIB, MemoryEstimate, memory_bars
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
 from sft.plan.pipeline import PIPELINE
@@ -110,9 +110,11 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
 def planned_memory(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
 ) -> MemoryEstimate | None:
-    """What the engine that runs needs; None on a CPU, for pipeline stages, and where the model's size is not known."""
-    if hardware.gpu is None or model.parameters is None or recipe.train.pipeline_parallel_size > 1:
+    """What the engine that runs needs; None on a CPU, and where the model's size is not known."""
+    if hardware.gpu is None or model.parameters is None:
         return None
+    if recipe.train.pipeline_parallel_size > 1:
+        return estimate_stages(recipe, hardware, model)
     return estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
 
 
@@ -121,9 +123,7 @@ def resolve_memory(
 ) -> Decision[float | None]:
     """GiB that each GPU needs, and the sum, with a warning where that is more than there is."""
     if estimate is None:
-        why = (
-            "not counted for stages, or the model is not downloaded" if hardware.gpu else "on a CPU nothing is counted"
-        )
+        why = "the model's size is not known before it is downloaded" if hardware.gpu else "on a CPU nothing is counted"
         return Decision(None, why)
     how = "activations simulated" if estimate.simulated else "by arithmetic"
     words = f"{how}, for a micro-batch of {micro_batch_size}: {estimate.words}"
@@ -159,7 +159,7 @@ def resolve_engine(
         engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
     elif recipe.train.pipeline_parallel_size > 1:
         stages = recipe.train.pipeline_parallel_size
-        engine, reason = PIPELINE, f"train.pipeline_parallel_size; {stages} stages of {ranks // stages} ranks each"
+        engine, reason = PIPELINE, f"train.pipeline_parallel_size; {ranks} ranks hold {stages} stages"
     else:
         engine, reason = "DDP", f"train.deepspeed is not set; {ranks} ranks each hold the whole model"
     if recipe.train.parallel == "auto":

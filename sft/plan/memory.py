@@ -17,7 +17,7 @@ counted without a matrix of scores. Not counted: what loading takes in the machi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from sft.plan.memory_estimate import GIB, MemoryEstimate
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape
 from sft.plan.passes import Pass, PassMemory
+from sft.plan.pipeline import layers_of_stages
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Fsdp, Recipe
 
@@ -88,6 +89,27 @@ def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engin
         "reserve": reserve,
     }
     return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, hardware, sizes.passed is not None)
+
+
+def estimate_stages(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> MemoryEstimate | None:
+    """What a GPU of the pipeline stage that needs most must hold, and the sum of each; None where the layers are not known.
+
+    A stage keeps the activations of as many micro-batches as there are stages from it to the last. Weights as under DDP.
+    """
+    assert hardware.gpu
+    sizes, stages = _Sizes(recipe, hardware, model, ENGINES["none"]), layers_of_stages(recipe, model)
+    kept, peak = (sizes.passed.kept, sizes.passed.peak) if sizes.passed else sizes._pass_of_plain_decoder()
+    for_layers, reserve = sizes.activations() - (peak - kept), RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
+    found = []
+    for number, layers in enumerate(stages):
+        embeddings = ((number == 0) + (number == len(stages) - 1)) * sizes.embedding
+        share = (len(layers) * sizes.layer + embeddings) / sizes.parameters
+        held = (len(stages) - number) * for_layers * len(layers) / sizes.layers
+        parts = {name: share * size for name, size in sizes.states().items()}
+        parts |= {"activations": held + peak - kept, "reserve": reserve}
+        found.append(MemoryEstimate(parts, 0.0, hardware, sizes.passed is not None))
+    by_stage = tuple(one.gpu_bytes for one in found)
+    return replace(max(found, key=lambda one: one.gpu_bytes), by_stage=by_stage) if found else None
 
 
 class _Sizes:

@@ -21,7 +21,7 @@ from sft.parallel.patches import no_masks_of_packs
 from sft.parallel.pipeline import Item, Pipeline, place, take_stage
 from sft.parallel.sequence import share_batches
 from sft.plan.job import Job
-from sft.plan.pipeline import layers_of_stages
+from sft.plan.pipeline import bubble, layers_of_stages
 from sft.train.batches import Sequences
 from sft.train.trainer import RecipeTrainer, is_plain
 
@@ -92,6 +92,11 @@ class PipelineTrainer(RecipeTrainer):
         with no_masks_of_packs() if self.takes_boundaries else nullcontext():
             loss = self.pipeline.step(batches, compute, self.compute_loss_context_manager)
         return loss * int(self.accelerator.num_processes)  # transformers logs the mean over all ranks
+
+    def of_engine(self) -> dict[str, float]:
+        """The fraction of a step that stages wait, by arithmetic."""
+        plan = self.job.plan
+        return {"bubble": bubble(plan.pipeline_parallel_size.value, plan.gradient_accumulation_steps.value)}
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         norm = self.pipeline.gradient_norm()
