@@ -27,12 +27,6 @@ COMMANDS = sorted({command for page in PAGES for command in commands(page.read_t
 STARTS = [command for command in COMMANDS if "bash scripts/sft.sh" in command]
 
 
-def test_a_command_is_found_with_its_block_and_without_its_comment() -> None:
-    page = "```bash\na b   # why\n# all comment\nc\n```\n```yaml\ne: f\n```\n"
-    assert list(commands(page)) == ["a b", "c"]
-    assert len(STARTS) > 15
-
-
 @pytest.mark.parametrize("command", STARTS)
 def test_a_start_is_understood_and_its_overrides_are_keys_of_the_recipe(command: str) -> None:
     words = shlex.split(command)

@@ -145,12 +145,6 @@ LATER = {
     "a padding token that is not in the vocabulary": Mistake(
         "model.pad_token=<|padd|>", ("model.pad_token=<|padd|> is not in the tokenizer's vocabulary", "<|endoftext|>")
     ),
-    "a row that is wrong": Mistake(
-        "", ("rows.jsonl, row 2", "content is of type int, not text", "Correct or remove the row"),
-        files={
-            "rows.jsonl": json.dumps(ROW) + '\n{"prompt": "Hi", "completion": [{"role": "assistant", "content": 5}]}\n'
-        },
-    ),
     "a trainer argument with a typo": Mistake(
         "train.trainer_args.optimm=x",
         ("train.trainer_args", "optimm: unknown to trl.SFTConfig; did you mean `optim`?"),

@@ -57,11 +57,3 @@ def test_a_recipe_names_commits_and_what_is_known_of_its_model_and_data(path: Pa
         assert source.path in DATASETS
         assert is_commit(source.revision)
     assert f"| {path.stem} |" in (REPOSITORY / "recipes" / "README.md").read_text()
-
-
-@NAMED
-def test_every_recipe_opens_with_how_to_run_it(path: Path) -> None:
-    comment = [line for line in path.read_text().split("schema_version")[0].splitlines() if line.startswith("#")]
-    assert len(comment) >= 2
-    assert f"bash scripts/sft.sh recipes/{path.name}" in "\n".join(comment)
-    assert f"version: {load_recipe(path).version}" in path.read_text()

@@ -212,6 +212,15 @@ class EngineRuns:
         """Whether the run's saves are verified."""
         return (engine in VERIFIED and kind == "packed") or kind in _VERIFIED_KINDS
 
+    def tiny(self) -> Run:
+        """The finished run of the tiny recipe as it is, but for an eval split; not to be changed."""
+        folder = self.folder / "tiny"
+        with self._alone("tiny"):
+            if not folder.exists():
+                words = [f"output_dir={folder}", "data.held_out=0.02", "train.save_canary=false"]
+                self.ranks.run(1, ["sft.train", REPOSITORY / "recipes" / "tiny.yaml", *words])
+        return Run((folder / "tiny" / "latest").resolve())
+
     def train(self, engine: str, kind: str, name: str, *overrides: str, expect: int = 0) -> dict[str, str]:
         """Train under a name; what the ranks print stays beside the run."""
         row = ENGINES[engine]

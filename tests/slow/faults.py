@@ -25,7 +25,6 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import ModelError
 from sft.launch import rank as train
 from sft.program import run_main
 from sft.train import main as training
@@ -61,10 +60,6 @@ def fail() -> None:
     raise ZeroDivisionError("made by the test")
 
 
-def make_a_mistake() -> None:
-    raise ModelError("a mistake made by the test")
-
-
 def run_out_of_memory() -> None:
     """As torch says it, of a GPU."""
     raise torch.OutOfMemoryError(
@@ -92,7 +87,6 @@ def be_aborted_by_nccl() -> None:
 
 ACTIONS = {
     "raise": fail,
-    "mistake": make_a_mistake,
     "out of memory": run_out_of_memory,
     "NCCL": be_aborted_by_nccl,
     "hang": hang_in_python,

@@ -65,6 +65,7 @@ def test_each_part_of_the_gpu_benchmark_runs_on_a_cpu(parts: list[str], tmp_path
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # the model is gone
 
 
+@pytest.mark.extra
 def test_a_part_that_hangs_or_fails_costs_that_part(tmp_path: Path) -> None:
     words = ["--parts", "laws", "tuning", "kernels", "--limit", "laws=1"]
     ended = run("gpu.py", "--cpu", "--out", str(tmp_path), "--work", str(tmp_path), *words)
@@ -172,6 +173,7 @@ def test_our_entry_a_bare_trainer_and_trl_sft_train_the_same() -> None:
     assert "milliseconds per step" in ended.stdout
 
 
+@pytest.mark.extra
 def test_transformers_saving_and_ours_write_the_same_tensors() -> None:
     ended = run("checkpoint_cost.py", "--size", "tiny", "--rounds", "1")
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -111,7 +111,9 @@ def trained_on(model: Qwen2ForCausalLM, lengths: list[int]) -> tuple[torch.Tenso
     return torch.cat([gradient.flatten() for gradient in gradients]).norm(), gradients
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, marks=pytest.mark.extra), True], ids=["", "checkpointing"]
+)
 @pytest.mark.parametrize("attention", ["sdpa", "by_document", "varlen"])
 def test_sizes_that_change_compile_nothing_new_and_change_nothing(
     attention: str, checkpointing: bool, kernel_on_cpu: None

@@ -94,6 +94,7 @@ def samples(run: Run, task: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.extra  # test_evaluation_equals_lm_eval.py compares the scores of two processes with lm_eval's
 def test_each_document_is_asked_once_with_the_same_prompt_and_written_in_order(run: Run, ranks: Ranks) -> None:
     """Also where there are fewer documents than processes."""
     task, one = write_own_task(run, "mine", range(7)), write_own_task(run, "one", range(1), num_fewshot=0)
@@ -122,7 +123,9 @@ def test_an_error_costs_the_task_and_is_reported_once(run: Run, ranks: Ranks) ->
     assert [row["task"] for row in json.loads(compared.read_text())["metrics"]] == ["whole"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.extra)]
+)
 def test_a_signal_ends_all_processes(number: signal.Signals, status: int, run: Run, start: Start) -> None:
     task = write_own_task(run, "slow", range(4), score="takes_long")
     words = [sys.executable, "-m", "eval.run", run.path, f"tasks={task}", "processes=2", "confirm_run_task_code=true"]

@@ -249,17 +249,17 @@ def interrupted(launcher: "subprocess.Popen[str]", run: Run, by: str) -> str:
     return printed
 
 
-def test_the_launcher_passes_signals_on_and_waits_for_the_checkpoint(recipe: Path, start: Start) -> None:
-    """One to the launcher alone, after a save that a file has asked for; and a second one, while a rank is stopped."""
-    words = [sys.executable, "-m", "sft.launch", recipe, "tracking.run_name=launched", "train.max_steps=100000"]
-    run = Run(recipe.parent / "outputs" / "job" / "launched")
+def launched(recipe: Path, start: Start, name: str) -> tuple["subprocess.Popen[str]", Run]:
+    """Our launcher, whose two ranks have begun to train."""
+    words = [sys.executable, "-m", "sft.launch", recipe, f"tracking.run_name={name}", "train.max_steps=100000"]
+    run, launcher = Run(recipe.parent / "outputs" / "job" / name), start([*words, "--max-restarts", "2"], NPROC="2")
+    until(lambda: lines_of(run) > 0, launcher)
+    return launcher, run
 
-    def training() -> "subprocess.Popen[str]":
-        before, launcher = lines_of(run), start([*words, "--max-restarts", "2"], NPROC="2")
-        until(lambda: lines_of(run) > before, launcher)
-        return launcher
 
-    launcher = training()
+def test_the_launcher_passes_a_signal_on_and_waits_for_the_checkpoint(recipe: Path, start: Start) -> None:
+    """To the launcher alone, after a save that a file has asked for."""
+    launcher, run = launched(recipe, start, "launched")
     (run.path / "save").touch()
     until(lambda: not (run.path / "save").exists(), launcher)
     assert run.last_checkpoint() is not None
@@ -268,7 +268,10 @@ def test_the_launcher_passes_signals_on_and_waits_for_the_checkpoint(recipe: Pat
     step = lines(run)[-1]["step"]
     assert f"Interrupted by SIGINT after step {step}. The same command resumes from checkpoint-{step}." in printed
 
-    launcher = training()
+
+@pytest.mark.extra
+def test_a_second_signal_to_the_launcher_ends_a_job_of_which_a_rank_is_stopped(recipe: Path, start: Start) -> None:
+    launcher, run = launched(recipe, start, "stopped-rank")
     stopped = rank_of(launcher, 1)
     os.kill(stopped, signal.SIGSTOP)
     launcher.send_signal(signal.SIGTERM)

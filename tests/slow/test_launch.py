@@ -37,28 +37,24 @@ def steps(run: Run) -> list[int]:
     return [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()]
 
 
-def process_at_step(recipe: Path, rank: int, step: int, launcher: "subprocess.Popen[str]", starts: int = 1) -> int:
-    """The process id of a rank, once the job has come to a step and the rank has started so many times."""
+def process_at_step(recipe: Path, rank: int, step: int, launcher: "subprocess.Popen[str]") -> int:
+    """The process id of a rank, once the job has come to a step."""
     log = recipe.parent / "outputs" / recipe.stem / "latest" / "logs" / f"rank-{rank}.log"
 
     def processes() -> list[str]:
         return re.findall(r"process (\d+)", log.read_text()) if log.exists() else []
 
-    until(lambda: len(processes()) >= starts and lines_of(latest(recipe)) >= step, launcher)
+    until(lambda: processes() and lines_of(latest(recipe)) >= step, launcher)
     return int(processes()[-1])
 
 
-def test_a_killed_rank_restarts_the_job_and_without_restarts_ends_it_and_is_named(recipe: Path, start: Start) -> None:
-    job = start([*LAUNCH, recipe, "--max-restarts", "1", "train.max_steps=100000"], NPROC="2")
+def test_a_killed_rank_ends_the_job_and_is_named(recipe: Path, start: Start) -> None:
+    """Restarts are those of the two machines below."""
+    job = start([*LAUNCH, recipe, "train.max_steps=100000"], NPROC="2")
     os.kill(process_at_step(recipe, 1, 3, job), signal.SIGKILL)
-    until(lambda: len(latest(recipe).record["sessions"]) > 1, job)
-    before = lines_of(latest(recipe))
-    os.kill(process_at_step(recipe, 1, before + 3, job, starts=2), signal.SIGKILL)
     printed = job.communicate()[0]
     assert job.returncode == 1  # the same command resumes
-    assert "Restarting all processes; 0 restarts left." in printed
-    assert re.search(r"it resumes from checkpoint-\d+", printed)
-    assert len(re.findall(r"\nRank 1 on \S+ was ended by signal 9 \(SIGKILL\)", printed)) == 2, printed
+    assert len(re.findall(r"\nRank 1 on \S+ was ended by signal 9 \(SIGKILL\)", printed)) == 1, printed
     assert "Traceback" not in printed
     run = latest(recipe)
     assert f"The same command resumes from {run.last_checkpoint().name}." in printed  # type: ignore[union-attr]
@@ -87,22 +83,16 @@ def test_one_process_that_failed_restarts_as_one_process(recipe: Path, command: 
     assert (run.record["status"], steps(run)) == ("finished", list(range(1, 7)))
 
 
-def test_a_mistake_is_not_tried_again(recipe: Path, command: Command) -> None:
-    words, fault = [*launcher_of(3, ranks=1), recipe], {"AT": "after step 3", "DO": "mistake"}
-    printed = command(words, expect=2, PYTHONPATH=str(REPOSITORY), **fault)
-    assert printed.stderr.count("a mistake made by the test") == 1
-    assert "Restarting all processes" not in printed.stderr
-    assert "Traceback" not in printed.stderr
-
-
-def test_a_rank_that_nccls_watchdog_has_aborted_is_one_message_and_restarts(recipe: Path, command: Command) -> None:
-    fault = {"AT": "after step 3", "DO": "NCCL", "ON": "1", "STARTS": "1"}
-    printed = command([*launcher_of(1, ranks=2), recipe, "train.ddp_timeout=60"], PYTHONPATH=str(REPOSITORY), **fault)
+def test_a_rank_that_nccls_watchdog_has_aborted_is_one_message(recipe: Path, command: Command) -> None:
+    words, fault = (
+        [*launcher_of(0, ranks=2), recipe, "train.ddp_timeout=60"],
+        {"AT": "after step 3", "DO": "NCCL", "ON": "1"},
+    )
+    printed = command(words, expect=1, PYTHONPATH=str(REPOSITORY), **fault)
     said = r"\nRank 1 on \S+ lost the other ranks: NCCL waited 600 s for ALLREDUCE, number 41 .*train\.ddp_timeout=60 s"
     assert len(re.findall(said, printed.stderr)) == 1, printed.stderr
     assert "The same command resumes from checkpoint-2." in printed.stderr
     assert "SIGABRT" not in printed.stderr and "Traceback" not in printed.stderr
-    assert steps(latest(recipe)) == list(range(1, 7))
 
 
 def test_one_process_trains_in_the_process_that_planned(recipe: Path, start: Start) -> None:
@@ -136,6 +126,7 @@ def test_the_first_error_is_shown_once_under_every_launcher(launcher: str, recip
     assert "ZeroDivisionError: made by the test" in (latest(recipe).path / "logs" / "rank-1.log").read_text()
 
 
+@pytest.mark.extra  # test_faulty_inputs.py has what an environment holds of accelerate's
 def test_an_accelerate_configuration_of_another_project_is_refused_in_one_message(
     recipe: Path, tmp_path: Path, start: Start
 ) -> None:
@@ -162,6 +153,7 @@ def finished(recipe: Path) -> None:
     assert (run.path / "logs" / "rank-1.log").is_file()
 
 
+@pytest.mark.extra  # the kubernetes file's two machines start by the same launcher
 def test_the_slurm_script_trains_on_two_machines(recipe: Path, tmp_path: Path, start: Start) -> None:
     srun, port = tmp_path / "bin" / "srun", free_port()
     srun.parent.mkdir()

@@ -1,28 +1,25 @@
 """The model learns to stop: the model of the tiny recipe ends each answer by itself, as its saved generation config has it."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from sft.hub.demo import make_demo
-from sft.recipe.schema import REPOSITORY
-from sft.run.directory import Run
-from tests.slow.ranks import Ranks
+from tests.slow.engine_runs import EngineRuns
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_tiny_recipe_answers_and_stops_on_every_prompt_that_was_not_trained(tmp_path: Path, ranks: Ranks) -> None:
+def test_the_tiny_recipe_answers_and_stops_on_every_prompt_that_was_not_trained(runs: EngineRuns) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    recipe = REPOSITORY / "recipes" / "tiny.yaml"
-    ranks.run(1, ["sft.train", recipe, f"output_dir={tmp_path}", "data.held_out=0.02"])
-    run = Run((tmp_path / "tiny" / "latest").resolve())
+    run = runs.tiny()
     tokenizer = AutoTokenizer.from_pretrained(run.final, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(run.final)
-    rows = [json.loads(line) for line in (make_demo(tmp_path).task.parent / "test.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (make_demo(run.output_dir).task.parent / "test.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 200
     prompts = [
         tokenizer.apply_chat_template(

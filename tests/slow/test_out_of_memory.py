@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ENGINES = {"1": (1, []), "2 DDP": (2, []), "2 ZeRO-2": (2, ["train.deepspeed=zero2"])}
 
 
-@pytest.mark.parametrize("engine", rows(ENGINES, ["1", "2 ZeRO-2"]))
+@pytest.mark.parametrize("engine", rows(ENGINES, ["2 ZeRO-2"]))
 def test_it_ends_the_job_in_one_message_and_no_launcher_restarts_it(
     engine: str, own_recipe: Path, command: Callable[..., CompletedProcess[str]]
 ) -> None:

@@ -20,6 +20,7 @@ from sft.data.documents import DocumentMaker
 from sft.data.formats import IGNORED
 from sft.data.readers import read_rows
 from sft.recipe.schema import Data, Source
+from tests.slow.conftest import rows
 
 Rows = list[dict[str, Any]]
 Labelled = list[tuple[list[int], list[int]]]
@@ -128,7 +129,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
-@pytest.mark.parametrize("name", ["qwen3", "minimind"])
+@pytest.mark.parametrize("name", rows(["qwen3", "minimind"], ["qwen3"]))
 def test_conversations(name: str, kind: str, shared: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shared, name)
     file, format = CONVERSATIONS[kind]

@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,6 @@ from tests.slow.conftest import Start, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = pytest.mark.slow
-Command = Callable[..., subprocess.CompletedProcess[str]]
 LAUNCH = [sys.executable, "-m", "sft.launch"]
 
 
@@ -35,21 +34,20 @@ def two_nodes(node_rank: int, **environment: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("node_rank", "address", "words"),
+    ("node_rank", "words"),
     [
-        (0, "127.0.0.1", "2 machines of this job did not meet within START_TIMEOUT=2 s"),
-        (1, "127.0.0.1", "did not meet within START_TIMEOUT=2 s"),
-        (1, "no-such-host.invalid", "no address is known"),
+        (0, "2 machines of this job did not meet within START_TIMEOUT=2 s"),
+        (1, "did not meet within START_TIMEOUT=2 s"),
     ],
 )
 def test_a_machine_that_is_not_reached_is_reported_within_start_timeout(
-    node_rank: int, address: str, words: str, recipe: Path, command: Command
+    node_rank: int, words: str, recipe: Path, ranks: Ranks
 ) -> None:
-    job = two_nodes(node_rank, MASTER_ADDR=address, START_TIMEOUT="2")
-    done = command([*LAUNCH, recipe], expect=2, **job)
-    assert words in done.stderr
-    assert node_rank == 0 or f"MASTER_ADDR={address}" in done.stderr
-    assert "Traceback" not in done.stderr
+    job = two_nodes(node_rank, START_TIMEOUT="2")
+    printed = ranks.run(1, ["sft.launch", recipe], expect=2, **job)["stderr"]
+    assert words in printed
+    assert node_rank == 0 or "MASTER_ADDR=127.0.0.1" in printed
+    assert "Traceback" not in printed
 
 
 def test_two_machines_that_differ_are_both_told_how(recipe: Path, tmp_path: Path, start: Start) -> None:
@@ -88,14 +86,13 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_full_disk_is_reported_before_anything_is_started(recipe: Path, tmp_path: Path, command: Command) -> None:
+def test_a_full_disk_is_reported_before_anything_is_started(recipe: Path, tmp_path: Path, ranks: Ranks) -> None:
     with small_disk(tmp_path, 12):
-        words = [*LAUNCH, recipe, f"output_dir={tmp_path}"]
-        done = command(words, expect=2, NPROC="2", PYTHONPATH=str(REPOSITORY))
-    assert re.search(r"disk: needed are 2 checkpoints of 6.8 MB.* MB free", done.stderr)
-    assert str(tmp_path) in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "torchrun" not in done.stdout
+        printed = ranks.run(1, ["sft.launch", recipe, f"output_dir={tmp_path}"], expect=2, NPROC="2")
+    assert re.search(r"disk: needed are 2 checkpoints of 6.8 MB.* MB free", printed["stderr"])
+    assert str(tmp_path) in printed["stderr"]
+    assert "Traceback" not in printed["stderr"]
+    assert "torchrun" not in printed["stdout"]
 
 
 def test_ranks_that_fit_together_are_shown_as_a_table(recipe: Path, ranks: Ranks) -> None:

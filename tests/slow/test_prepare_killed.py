@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from sft.hub.demo import make_demo
-from tests.slow.conftest import Start, until, write_recipe
+from tests.slow.conftest import Start, rows, until, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,7 @@ def check_goes_on(ranks: Ranks, recipe: Path, out: Path, undisturbed: dict[str, 
     assert entry(out / ".prepared") == undisturbed
 
 
-@pytest.mark.parametrize("moment", ["the folder", "tokens.bin", "train.npz"])
+@pytest.mark.parametrize("moment", rows(["the folder", "tokens.bin", "train.npz"], ["tokens.bin"]))
 def test_a_killed_preparation_leaves_no_process_and_the_next_is_complete(
     moment: str, recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:

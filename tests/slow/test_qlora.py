@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.hub.demo import make_demo
-from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from tests.slow.conftest import losses, write_recipe
+from tests.slow.conftest import latest, losses, write_recipe
 from tests.slow.engine_runs import OBSERVE, EngineRuns, assert_same_weights
 from tests.slow.observe import PROMPTS
 from tests.slow.ranks import Ranks
@@ -25,18 +24,16 @@ def renamed(answer: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, runs: EngineRuns) -> Path:
     """Of QLoRA on the tiny recipe's final/, and its rows."""
-    folder = tmp_path_factory.mktemp("qlora")
-    tiny = [REPOSITORY / "recipes" / "tiny.yaml", f"output_dir={folder / 'tiny'}", "train.save_canary=false"]
-    ranks.run(1, ["sft.train", *tiny])
+    folder, tiny = tmp_path_factory.mktemp("qlora"), runs.tiny()
     with (folder / "rows.jsonl").open("w") as file:
-        for line in make_demo(folder / "tiny").train.read_text().splitlines():
+        for line in make_demo(tiny.output_dir).train.read_text().splitlines():
             question, answer = json.loads(line)["messages"]
             file.write(json.dumps({"messages": [question, answer | {"content": renamed(answer["content"])}]}) + "\n")
     return write_recipe(
         folder / "qlora.yaml",
-        model={"name_or_path": str(folder / "tiny" / "tiny" / "latest" / "final"), "lora": {}, "quantization": "nf4"},
+        model={"name_or_path": str(tiny.final), "lora": {}, "quantization": "nf4"},
         data={"train": str(folder / "rows.jsonl"), "max_length": 128},
         train={
             "global_batch_size": 8,
@@ -63,22 +60,20 @@ def right(run: Run, rows: list[dict[str, str]]) -> float:
     return sum(answer == renamed(row["answer"]) for answer, row in zip(answers, rows, strict=True)) / len(rows)
 
 
-def test_a_quantized_base_learns_and_is_saved_and_resumed_as_it_was_trained(recipe: Path, ranks: Ranks) -> None:
-    task = make_demo(recipe.parent / "tiny").task.parent
+def test_a_quantized_base_learns_and_is_saved_and_resumed_as_it_was_trained(
+    recipe: Path, runs: EngineRuns, ranks: Ranks
+) -> None:
+    task = make_demo(runs.tiny().output_dir).task.parent
     rows = [json.loads(line) for line in (task / "test.jsonl").read_text().splitlines()]
-    runs = {}
-    for processes in (1, 2):
-        name = f"on-{processes}"
-        ranks.run(processes, [OBSERVE, recipe, f"tracking.run_name={name}"])
-        runs[processes] = run = Run(recipe.parent / "outputs" / "qlora" / name)
-        assert run.record["running"]["quantization"].startswith("nf4, double quantization")
-        assert right(run, rows) >= 0.95
-        with torch.no_grad():
-            found = AutoModelForCausalLM.from_pretrained(run.final)(input_ids=PROMPTS).logits
-        torch.testing.assert_close(found, torch.load(run.path / "observed" / "logits.pt"), atol=1e-3, rtol=0)
-    assert losses(runs[1])[:20] == pytest.approx(losses(runs[2])[:20], abs=1e-3)
-    killed = EngineRuns.killed_after_step(STEPS // 2, runs[2], "killed")
+    ranks.run(2, [OBSERVE, recipe])
+    run = latest(recipe)
+    assert run.record["running"]["quantization"].startswith("nf4, double quantization")
+    assert right(run, rows) >= 0.95
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(run.final)(input_ids=PROMPTS).logits
+    torch.testing.assert_close(found, torch.load(run.path / "observed" / "logits.pt"), atol=1e-3, rtol=0)
+    killed = EngineRuns.killed_after_step(STEPS // 2, run, "killed")
     printed = ranks.run(2, ["sft.train", recipe, f"tracking.run_name={killed.path.name}"])
     assert f"it resumes from checkpoint-{STEPS // 2}" in printed["stdout"]
-    assert losses(killed) == losses(runs[2])
-    assert_same_weights(killed, runs[2], 0)
+    assert losses(killed) == losses(run)
+    assert_same_weights(killed, run, 0)

@@ -10,7 +10,10 @@ from sft.run.directory import Run
 from tests.slow.conftest import latest, losses, write_recipe, write_task
 from tests.slow.ranks import Ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.extra,
+]  # test_init.py trains on real rows, test_parity_with_trl.py reads them
 
 CHOICE = {
     "output_type": "multiple_choice",

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from sft.checkpoint.manifest import NAME, fault, files_in, read_manifest
 from sft.recipe.schema import REPOSITORY
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.slow
 FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
 
 DROPOUT = "packed, adapters with dropout"
-WHERE_IT_WAS = [
+WHERE_IT_WAS: list[tuple[str, ...]] = [
     ("1", "packed"),
     ("1", "padded, adapters"),
     ("1", "packed, bf16"),
@@ -54,9 +55,31 @@ WHERE_IT_WAS = [
     ("2 ZeRO-2, sequence parallel", "padded"),
     ("2 pipeline parallel", "packed"),
 ]
+REPEATED = {
+    ("1", "padded, adapters"),
+    ("2 DDP", "packed, nf4 and adapters"),  # test_qlora.py
+    ("2 DDP", "packed, DoRA"),
+    ("2 ZeRO-2", "padded"),
+    ("2 FSDP2", DROPOUT),
+    ("1 ZeRO-2", "2 ZeRO-2", "packed"),
+    ("2 ZeRO-2 offload", "1", "packed"),
+    ("2 ZeRO-2", "2 tensor parallel", "packed"),
+    ("2 ZeRO-2", "2 pipeline parallel", "padded"),
+    ("2 FSDP2", "2 pipeline parallel", "padded, adapters"),
+    ("1", "2 ZeRO-3", "padded, adapters"),
+    ("2 FSDP2", "1", "padded, adapters"),
+    ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
+    ("1", "2 ZeRO-2", "packed, bf16"),
+}
+"""Whose law another row holds too."""
 
 
-@pytest.mark.parametrize(("name", "kind"), WHERE_IT_WAS)
+def cases(all_of_them: list[tuple[str, ...]]) -> list[ParameterSet]:
+    """Rows, of which the repeated ones are `extra`."""
+    return [pytest.param(*case, marks=pytest.mark.extra if case in REPEATED else ()) for case in all_of_them]
+
+
+@pytest.mark.parametrize(("name", "kind"), cases(WHERE_IT_WAS))
 def test_resumed_equals_uninterrupted(name: str, kind: str, runs: EngineRuns) -> None:
     uninterrupted = runs(name, kind)
     run = runs.killed_after_step(SAVED, uninterrupted, f"{uninterrupted.path.name}-killed")
@@ -77,7 +100,7 @@ def test_ranks_that_fill_a_step_with_dummies_resume_in_the_same_epoch(runs: Engi
     assert_same_training(run, runs("3 DDP, filled"))
 
 
-ELSEWHERE = [
+ELSEWHERE: list[tuple[str, ...]] = [
     ("2 DDP", "1", "packed"),
     ("1", "2 ZeRO-3", "packed"),
     ("1 ZeRO-2", "2 ZeRO-2", "packed"),
@@ -108,21 +131,7 @@ ELSEWHERE = [
 ]
 
 
-REPEATED = {
-    ("2 ZeRO-2 offload", "1", "packed"),
-    ("2 ZeRO-2", "2 tensor parallel", "packed"),
-    ("2 ZeRO-2", "2 pipeline parallel", "padded"),
-    ("2 FSDP2", "2 pipeline parallel", "padded, adapters"),
-    ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
-    ("1", "2 ZeRO-2", "packed, bf16"),
-}
-"""Whose law another row holds too."""
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "kind"),
-    [pytest.param(*case, marks=pytest.mark.extra if case in REPEATED else ()) for case in ELSEWHERE],
-)
+@pytest.mark.parametrize(("source", "target", "kind"), cases(ELSEWHERE))
 def test_a_run_resumed_on_other_ranks_or_another_engine_equals_one_that_stayed(
     source: str, target: str, kind: str, runs: EngineRuns
 ) -> None:
@@ -236,7 +245,8 @@ def test_a_damaged_checkpoint_is_skipped_and_allowed_changes_take_effect(runs: E
     assert all(folder.endswith(f"-{killed.record['wandb_id']}") for folder in folders)
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.extra)])
+@pytest.mark.extra
+@pytest.mark.parametrize("kills", [6, 50])
 def test_a_training_that_is_killed_again_and_again_ends_as_an_undisturbed_one(
     kills: int, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -1,6 +1,4 @@
 import json
-from itertools import islice
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -16,7 +14,6 @@ from sft.data.formats import (
     to_example,
     unread_columns,
 )
-from sft.data.readers import read_rows
 from sft.errors import DataError
 from sft.recipe.data import Column
 from sft.recipe.schema import REPOSITORY, Data, Source
@@ -211,32 +208,6 @@ def test_columns_of_no_format_or_not_of_the_stated_one_are_refused() -> None:
     with pytest.raises(DataError, match=r"^rows.jsonl has no usable columns. Found: body, label. Usable: ") as error:
         row_format([{"body": "x", "label": "y"}], source())
     assert all(f"`{column}`" in str(error.value) for format in FORMATS.values() for column in format.columns)
-
-
-@pytest.mark.parametrize(
-    ("file", "format"),
-    [
-        ("llamafactory/alpaca_zh_demo.json", "alpaca"),
-        ("llamafactory/glaive_toolcall_en_demo.json", "sharegpt"),
-        ("llamafactory/v1_sft_demo.jsonl", "messages"),
-        ("llamafactory/reason_tool_use_demo_50.jsonl", "messages"),
-        ("oasst_sft_zh.json", "alpaca"),
-        ("sgd_messages_tools_600.jsonl", "messages"),
-        ("t0_short.jsonl", "prompt_completion"),
-        ("fixtures/axolotl_conversation.json", "sharegpt"),
-        ("fixtures/torchtune_alpaca_tiny.json", "alpaca"),
-    ],
-)
-def test_real_files_become_the_one_form(file: str, format: str, shared: Path) -> None:
-    rows = [row for row in islice(read_rows(shared / "sft" / file), 300) if isinstance(row, dict)]
-    assert row_format(rows, source()) == format
-    answered = 0
-    for row in rows:
-        made = to_example(row, format, Data(train="x"), source())
-        assert isinstance(made, Conversation)
-        assert all(isinstance(message["content"], str) for message in made.messages)
-        answered += any(made.trained)
-    assert answered > 0.9 * len(rows) > 0
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "strftime_now", "bos_token"])

@@ -13,7 +13,7 @@ from sft.data.conversation import Message
 from sft.data.documents import Chunk, RowError
 from sft.data.render import ChatRenderer, Rendered, training_template
 from sft.data.template_checks import checked_sample
-from sft.data.tokenizer import TEMPLATES, load_tokenizer
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe
 from tests.sft.data.conftest import trained_runs, turns
@@ -359,11 +359,6 @@ def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
 def test_tools_that_a_template_would_lose_are_refused(tokenizer_of: TokenizerOf) -> None:
     with pytest.raises(ValueError, match=r"has tools, and the chat template does not show them"):
         ChatRenderer(tokenizer_of("demo")).render(CHAT, [{"type": "function", "function": {"name": "f"}}])
-
-
-@pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_a_shipped_template_is_taken(name: str, tokenizer_of: TokenizerOf) -> None:
-    checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), (TEMPLATES / f"{name}.jinja").read_text())))
 
 
 def test_text_that_the_template_does_not_read_is_refused_and_a_flag_is_not(tokenizer_of: TokenizerOf) -> None:

@@ -2,21 +2,17 @@
 
 from collections.abc import Callable
 from copy import copy
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.data.conversation import Message
 from sft.data.documents import Chunk, RowError
-from sft.data.formats import row_format
-from sft.data.readers import read_rows
 from sft.data.render import ChatRenderer
 from sft.data.template_checks import checked_sample, note_on_headers
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
-from sft.recipe.schema import Recipe, Source
+from sft.recipe.schema import Recipe
 from tests.sft.data.conftest import turns
 from tests.sft.data.test_render import THINKING, TRL, UNMARKED, with_template
 
@@ -216,26 +212,3 @@ def test_a_turn_that_a_template_leaves_open_is_refused(made: Made, tokenizer_of:
     checked_sample(ChatRenderer(tokenizer))
     with pytest.raises(RowError, match=r"leaves the assistant's turn open: '.*Answer one'"):
         made(tokenizer, [{"messages": [USER, ANSWER | {"name": "x"}]}])
-
-
-@pytest.mark.parametrize("name", ["qwen3", "minimind"])
-@pytest.mark.parametrize(
-    "file",
-    [
-        "gpteacher_roleplay.json",
-        "oasst_en_best_path.jsonl",
-        "raschka_instruction_data.json",
-        "sgd_messages_tools_600.jsonl",
-        "t0_short.jsonl",
-        "llamafactory/alpaca_zh_demo.json",
-        "llamafactory/glaive_toolcall_en_demo.json",
-        "llamafactory/reason_tool_use_demo_50.jsonl",
-        "llamafactory/v1_sft_demo.jsonl",
-        "fixtures/torchtune_alpaca_tiny.json",
-    ],
-)
-def test_real_rows_lose_nothing(file: str, name: str, made: Made, shared: Path) -> None:
-    rows = [row for row in islice(read_rows(shared / "sft" / file), 60) if isinstance(row, dict)]
-    assert len(rows) >= 50
-    chunk = made(name, rows, row_format(rows, Source(path=file)), max_length=65536)
-    assert len(chunk.documents) > 0.9 * len(rows)
