@@ -276,11 +276,11 @@ def predict(case: Case, folder: Path) -> tuple[dict[str, float], dict[str, float
     """What the plan says of the same training, simulated and by arithmetic alone, on a GPU whose kernels are those of this CPU."""
     from sft.launch.job import open_recipe
     from sft.plan.hardware import Gpu, machine
-    from sft.plan.memory import ENGINES, estimate_memory
+    from sft.plan.memory import estimate_memory
 
     recipe, _, facts = open_recipe(folder / "case.yaml", case.overrides)
     gpu = machine(Gpu("CPU", 80.0, 9.0), 1, 1)
-    estimates = [estimate_memory(recipe, gpu, one, ENGINES["none"]) for one in (facts, replace(facts, config=None))]
+    estimates = [estimate_memory(recipe, gpu, one, None) for one in (facts, replace(facts, config=None))]
     simulated, formula = (
         {name: size for name, size in one.gpu.items() if name != "reserve"} | {"simulated": one.simulated}
         for one in estimates

@@ -12,6 +12,7 @@ from sft.launch.job import check_recipe, checked_model
 from sft.launch.rerun import recipe_of
 from sft.launch.topology import read_topology
 from sft.plan.fit import Fit, Proposal, describe, fit
+from sft.plan.gpus import gpu_words
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
 from sft.plan.memory_estimate import GIB
 from sft.plan.plan import print_plan
@@ -81,9 +82,9 @@ def _say_it_fits(found: Fit, hardware: Hardware, word: str, file: Path | None) -
     fits = f"{word} fits on {hardware.device}: {found.memory.short}, {room:.1f} GiB to spare, by the plan's estimate."
     if file is not None:
         raise PlanError(f"--write {file}: {fits} There is nothing to change.")
-    smaller = int(0.9 * hardware.gpu.memory_gib)
+    smaller = gpu_words(hardware.gpu.name, int(0.9 * hardware.gpu.memory_gib))
     print(visible_line(fits))
-    print(f"If it ran out of memory all the same, plan for less: --on {hardware.ranks}x{smaller}GB --fit")
+    print(f"If it ran out of memory all the same, plan for less: --on {hardware.ranks}x{smaller} --fit")
 
 
 def _lines(proposals: Sequence[Proposal]) -> list[str]:

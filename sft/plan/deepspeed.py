@@ -19,7 +19,7 @@ from sft.errors import PlanError, did_you_mean
 from sft.hub.model_facts import ModelFacts
 from sft.plan.plan import Plan
 from sft.recipe.load import find_file
-from sft.recipe.schema import REPOSITORY, Recipe
+from sft.recipe.schema import REPOSITORY, Lora, Recipe
 
 SHIPPED = REPOSITORY / "ds_configs"
 
@@ -186,11 +186,11 @@ def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, plan: Plan) -> None:
         raise PlanError("\n".join([f"{file.path} contradicts the recipe:", *(f"  {line}" for line in lines), remedy]))
 
 
-def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
+def size_buckets(file: DeepSpeedFile, model: ModelFacts, lora: Lora | None = None) -> DeepSpeedFile:
     """The file with numbers of elements where it says `"auto"` for the size of a buffer; DeepSpeed's defaults for an unknown model."""
     # transformers would put in the square of hidden_size, which is less than one weight of an MLP.
-    # All of a small model in one reduction; never more than the model has.
-    bucket = min(LARGEST_BUCKET, model.parameters or LARGEST_BUCKET)
+    # All of a small model in one reduction; never more than is trained.
+    bucket = min(LARGEST_BUCKET, model.adapter_parameters(lora) or model.parameters or LARGEST_BUCKET)
     sizes = {
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,

@@ -12,7 +12,7 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import resolve_data_parallel_ranks, resolve_sequences
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Hardware
-from sft.plan.memory import ENGINES, engine_of, estimate_memory, estimate_stages
+from sft.plan.memory import estimate_memory
 from sft.plan.memory_estimate import GIB, MemoryEstimate, memory_bars
 from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
 from sft.plan.pipeline import PIPELINE
@@ -67,8 +67,10 @@ def first_that_fits(
     """The cheapest engine that fits, or None; and the estimates of it and of those before it."""
     estimates: dict[str, MemoryEstimate] = {}
     for name in order_of_engines(recipe, hardware, model):
-        estimates[name] = estimate_memory(recipe, hardware, model, ENGINES[name])
-        if estimates[name].lack is None:
+        estimate = estimate_memory(recipe, hardware, model, load_deepspeed(name) if name != "none" else None)
+        assert estimate
+        estimates[name] = estimate
+        if estimate.lack is None:
             return name, estimates
     return None, estimates
 
@@ -107,17 +109,6 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
     return "one process" if hardware.ranks == 1 else without
 
 
-def planned_memory(
-    recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
-) -> MemoryEstimate | None:
-    """What the engine that runs needs; None on a CPU, and where the model's size is not known."""
-    if hardware.gpu is None or model.parameters is None:
-        return None
-    if recipe.train.pipeline_parallel_size > 1:
-        return estimate_stages(recipe, hardware, model)
-    return estimate_memory(recipe, hardware, model, engine_of(file, resolve_fsdp(recipe, hardware)))
-
-
 def resolve_memory(
     estimate: MemoryEstimate | None, hardware: Hardware, micro_batch_size: int
 ) -> Decision[float | None]:
@@ -138,7 +129,7 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
     if recipe.train.parallel == "auto":
         resolve_data_parallel_ranks(recipe, hardware)  # refuses ranks that do not divide into groups
         name = choose_engine(recipe, hardware, model).value
-    return size_buckets(load_deepspeed(name), model) if name else None
+    return size_buckets(load_deepspeed(name), model, recipe.model.lora) if name else None
 
 
 def resolve_engine(

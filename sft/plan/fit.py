@@ -18,7 +18,7 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import divisors
 from sft.plan.case import Case
 from sft.plan.engine import REMEDY, open_deepspeed
-from sft.plan.gpus import find_gpu
+from sft.plan.gpus import gpu_words
 from sft.plan.hardware import Hardware, described_hardware
 from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.parallelism import FSDP2
@@ -252,7 +252,7 @@ def _machines(base: Case, hardware: Hardware) -> Iterator[Proposal]:
     assert gpu
     for memory in [gpu.memory_gib, *(memory for memory in MEMORIES if memory > gpu.memory_gib + 1)]:
         same = memory == gpu.memory_gib
-        kind = gpu.name if same and find_gpu(gpu.name) else f"{memory:.0f}GB"
+        kind = gpu_words(gpu.name if same else "", memory)
         for index, (nodes, gpus) in enumerate(shapes):
             words = f"{f'{nodes}x' if nodes > 1 else ''}{gpus}x{kind}"
             other = described_hardware(words)

@@ -79,6 +79,18 @@ def memory_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def gpu_words(name: str, memory_gib: float) -> str:
+    """A GPU as `--on` takes it.
+
+    >>> gpu_words("NVIDIA A100-SXM4-40GB", 39.4), gpu_words("Tesla T4", 15), gpu_words("GPU", 24)
+    ('A100-39GB', 'T4', '24GB')
+    """
+    known, memory = find_gpu(name), f"{memory_gib:.0f}GB"
+    if known is None:
+        return memory
+    return known.name if memory_gib == known.memory_gib else f"{known.name}-{memory}"
+
+
 def _split(name: str) -> list[str]:
     return re.split(r"[\s_-]+", name.upper().strip())
 

@@ -16,8 +16,7 @@ counted without a matrix of scores. Not counted: what loading takes in the machi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 
@@ -28,11 +27,11 @@ from sft.plan.hardware import Hardware
 from sft.plan.layers import HEAD_TILE, resolve_kernels
 from sft.plan.memory_estimate import GIB, MemoryEstimate
 from sft.plan.optimizer import state_bytes
-from sft.plan.parallelism import mesh_shape
+from sft.plan.parallelism import mesh_shape, resolve_fsdp
 from sft.plan.passes import Pass, PassMemory
 from sft.plan.pipeline import layers_of_stages
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
-from sft.recipe.schema import Fsdp, Recipe
+from sft.recipe.schema import Recipe
 
 RESERVE = 1.5 * GIB
 FRAGMENTS = 0.05  # of a GPU's memory
@@ -42,62 +41,33 @@ _CHUNK = 2**27  # elements of sft/parallel/optimizer.py's step
 _SCALES = {True: 1 / 64 + 4 / (64 * 256), False: 4 / 64}  # bytes a 4-bit weight; by bnb_4bit_use_double_quant
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What the ranks shard, by ZeRO's stage (0 is DDP, or one process), and where the rest is: `none` (the GPU), `cpu` or `nvme`."""
-
-    stage: int = 0
-    optimizer_offload: str = "none"
-    """Of gradients, fp32 weights and moments."""
-    weights_offload: str = "none"
-    fsdp: Fsdp | None = None
-    """FSDP2's settings: it shards what ZeRO-3 shards, of fp32 weights."""
-
-
-ENGINES: Mapping[str, Engine] = {
-    "none": Engine(),
-    "zero1": Engine(1),
-    "zero2": Engine(2),
-    "zero3": Engine(3),
-    "zero2_offload": Engine(2, "cpu"),
-    "zero3_offload": Engine(3, "cpu", "cpu"),
-}
-"""By the name of the file under ds_configs/; `none` is no DeepSpeed."""
-
-
-def engine_of(file: DeepSpeedFile | None, fsdp: Fsdp | None = None) -> Engine:
-    """What a DeepSpeed file or FSDP2's section configures."""
-    if fsdp is not None:
-        where = "cpu" if fsdp.offload_params else "none"
-        return Engine(3, where, where, fsdp)
-    return Engine(file.stage, *file.devices) if file else Engine()
-
-
-def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> MemoryEstimate:
-    """What one GPU and one node must hold, for a model with a known number of parameters; without its shape no activations are counted."""
-    assert hardware.gpu
-    sizes = _Sizes(recipe, hardware, model, engine)
+def estimate_memory(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
+) -> MemoryEstimate | None:
+    """What one GPU and one node must hold; None on a CPU, and where the model's size is not known."""
+    if hardware.gpu is None or model.parameters is None:
+        return None
+    sizes, stages = _Sizes(recipe, hardware, model, file), layers_of_stages(recipe, model)
+    if stages:
+        return _estimate_stages(sizes, hardware, stages)
     # A disk costs no memory here but DeepSpeed's buffers.
-    where = dict.fromkeys(("gradients", "optimizer"), engine.optimizer_offload) | {"weights": engine.weights_offload}
+    where = dict.fromkeys(("gradients", "optimizer"), sizes.optimizer_device) | {"weights": sizes.weights_device}
     states = sizes.states()
     moved = sum(size for name, size in states.items() if where[name] == "cpu")
-    stay = {name: size if where[name] == "none" else 0.0 for name, size in states.items()}
-    reserve = RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
-    parts = stay | {
+    parts = {name: size if where[name] == "none" else 0.0 for name, size in states.items()} | {
         "activations": max(sizes.activations(), sizes.step()),
         "buffers": sizes.buffers(),
-        "reserve": reserve,
+        "reserve": RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB,
     }
     return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, hardware, sizes.passed is not None)
 
 
-def estimate_stages(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> MemoryEstimate | None:
-    """What a GPU of the pipeline stage that needs most must hold, and the sum of each; None where the layers are not known.
+def _estimate_stages(sizes: _Sizes, hardware: Hardware, stages: tuple[range, ...]) -> MemoryEstimate:
+    """What a GPU of the pipeline stage that needs most must hold, with the sum of each.
 
     A stage keeps the activations of as many micro-batches as there are stages from it to the last. Weights as under DDP.
     """
     assert hardware.gpu
-    sizes, stages = _Sizes(recipe, hardware, model, ENGINES["none"]), layers_of_stages(recipe, model)
     kept, peak = (sizes.passed.kept, sizes.passed.peak) if sizes.passed else sizes._pass_of_plain_decoder()
     for_layers, reserve = sizes.activations() - (peak - kept), RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
     found = []
@@ -109,20 +79,23 @@ def estimate_stages(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Me
         parts |= {"activations": held + peak - kept, "reserve": reserve}
         found.append(MemoryEstimate(parts, 0.0, hardware, sizes.passed is not None))
     by_stage = tuple(one.gpu_bytes for one in found)
-    return replace(max(found, key=lambda one: one.gpu_bytes), by_stage=by_stage) if found else None
+    return replace(max(found, key=lambda one: one.gpu_bytes), by_stage=by_stage)
 
 
 class _Sizes:
     """The sizes that the sums are made of, in bytes, for one recipe, machine, model and engine."""
 
-    def __init__(self, recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> None:
+    def __init__(self, recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None) -> None:
         assert model.parameters
-        assert hardware.gpu
-        self.recipe, self.engine, self.layer = recipe, engine, model.layer_size
-        self.ranks = max(1, hardware.ranks // recipe.train.tensor_parallel_size)
+        self.recipe, self.file, self.layer = recipe, file, model.layer_size
+        self.fsdp = resolve_fsdp(recipe, hardware) if file is None else None
+        self.stage = 3 if self.fsdp else file.stage if file else 0
+        """ZeRO's. 0 is DDP, or one process; FSDP2 shards what ZeRO-3 shards, of fp32 weights."""
+        devices = ("cpu", "cpu") if self.fsdp and self.fsdp.offload_params else ("none", "none")
+        self.optimizer_device, self.weights_device = file.devices if file else devices
+        alike = max(1, hardware.ranks // recipe.train.tensor_parallel_size)
+        self.ranks = mesh_shape(self.fsdp, hardware)[1] if self.fsdp else alike
         """That shard what the engine shards."""
-        if engine.fsdp is not None:
-            self.ranks = mesh_shape(engine.fsdp, hardware)[1]
         stated = recipe.train.micro_batch_size
         micro = 1 if stated == "auto" else stated
         self.tokens = ceil(recipe.sequence_length / recipe.train.sequence_parallel_size) * micro
@@ -141,7 +114,7 @@ class _Sizes:
         adapters = model.adapter_parameters(lora) or 0
         self.trained: float = adapters if lora else self.parameters - model.frozen_parameters
         kept_in = resolve_weights(recipe, hardware, None, self.precision).value
-        self.autocasts = engine.stage == 0 and self.is_half and kept_in == "fp32"
+        self.autocasts = self.stage == 0 and self.is_half and kept_in == "fp32"
         accumulation = ceil(recipe.sequences_per_step / micro / hardware.ranks)
         added_up_in = resolve_gradients(recipe, hardware, model, None, self.precision, accumulation).value
         self.of_gradient = 4 if added_up_in == "fp32" else 2
@@ -161,13 +134,13 @@ class _Sizes:
         wanted = Pass(
             tokens=self.tokens,
             dtype=half if in_half else "float32",
-            autocast=half if self.autocasts or (self.adapters and self.is_half and self.engine.stage == 0) else None,
+            autocast=half if self.autocasts or (self.adapters and self.is_half and self.stage == 0) else None,
             recompute_every=self.recompute_every,
             # What torch.compile fuses is counted as what Liger fuses.
             liger=resolve_kernels(self.recipe, hardware, model).value == "liger" or self.recipe.model.compile,
             eager=self.recipe.model.attn_implementation == "eager",
             # ZeRO and FSDP2 take the gradients away as they come.
-            fp32_gradients=in_half and not self.adapters and self.engine.stage == 0 and self.of_gradient == 4,
+            fp32_gradients=in_half and not self.adapters and self.stage == 0 and self.of_gradient == 4,
             all_logits=bool(train.label_smoothing_factor),
             tensor_parallel_size=train.tensor_parallel_size,
             lora=self.recipe.model.lora,
@@ -202,11 +175,11 @@ class _Sizes:
             ZeRO-3         w/N       4/N          12/N
             FSDP2          4/N       4/N          8/N
         """
-        stage, trained = self.engine.stage, self.trained
+        stage, trained = self.stage, self.trained
         weights = self.held / (self.ranks if stage == 3 else 1)
         if self.adapters:
             return {"weights": weights + 4 * trained, "gradients": 4 * trained, "optimizer": self.moments}
-        if self.engine.fsdp is not None:
+        if self.fsdp is not None:
             each = {"weights": 4 * self.parameters, "gradients": 4 * trained, "optimizer": self.moments}
             return {name: size / self.ranks for name, size in each.items()}
         if stage > 0:
@@ -214,28 +187,30 @@ class _Sizes:
             return {"weights": weights, "gradients": gradients, "optimizer": (4 * trained + self.moments) / self.ranks}
         if self.autocasts or not self.is_half:
             # The embedding is looked up, and TRL's head casts a tile of its weight at a time.
-            copies = self.width * (self.parameters - self.embedding) if self.autocasts else 0
+            embedding = self.embedding / self.recipe.train.tensor_parallel_size
+            copies = self.width * (self.parameters - embedding) if self.autocasts else 0
             return {"weights": 4 * self.parameters + copies, "gradients": 4 * trained, "optimizer": self.moments}
         return {"weights": weights, "gradients": self.of_gradient * trained, "optimizer": 4 * trained + self.moments}
 
     def buffers(self) -> float:
         """What the engine reduces and gathers in."""
-        bucket: float = min(LARGEST_BUCKET, self.trained)
+        stated = self.file.zero.get("reduce_bucket_size") if self.file else None
+        bucket: float = stated if isinstance(stated, int) else min(LARGEST_BUCKET, self.trained)
         # A quantized layer's largest weight, in the dtype that it computes in.
         unpacked = self.width * self.hidden * self.wide if self.recipe.model.quantization else 0.0
-        if self.engine.fsdp is not None:
+        if self.fsdp is not None:
             # The layer that computes and those gathered ahead; the embedding for the whole pass; a gradient before it is sharded.
-            ahead = self.engine.fsdp.prefetch or 1
-            keeps_all = self.engine.fsdp.sharding_strategy == "shard_grad_op"
+            ahead = self.fsdp.prefetch or 1
+            keeps_all = self.fsdp.sharding_strategy == "shard_grad_op"
             gathered = self.parameters if keeps_all else (1 + ahead) * self.layer + self.embedding
             return unpacked + self.width * gathered + (self.width + 4) * max(self.layer, self.embedding)
-        if self.engine.stage == 0:
+        if self.stage == 0:
             # TRL's head gathers its weight where ranks share layers.
             gathered = 4.0 * self.embedding if self.recipe.train.tensor_parallel_size > 1 else 0.0
             return unpacked + gathered + (4 * self.trained if self.ranks > 1 else 0.0)
-        if self.engine.stage < 3:
+        if self.stage < 3:
             # Under offload each gradient passes through a buffer as large as the largest weight.
-            offloaded = self.embedding if self.engine.optimizer_offload != "none" else 0
+            offloaded = self.embedding if self.optimizer_device != "none" else 0
             return unpacked + self.width * (2 * bucket + offloaded)
         return unpacked + self.width * bucket + min(self.held, self.width * (LIVE + self.layer + self.embedding))
 
@@ -268,13 +243,13 @@ class _Sizes:
 
     def step(self) -> float:
         """What the optimizer's step holds besides the states."""
-        stage = self.engine.stage
-        if self.adapters or self.engine.optimizer_offload != "none" or not self.is_half or self.autocasts:
+        stage = self.stage
+        if self.adapters or self.optimizer_device != "none" or not self.is_half or self.autocasts:
             return 0.0
         if stage == 0:
             # Gradients in fp32 are stepped on as they are.
             return 0.0 if self.of_gradient == 4 else 4.0 * min(max(_CHUNK, self.embedding), self.trained)
-        if self.engine.fsdp is not None:
+        if self.fsdp is not None:
             return 0.0
         shard = self.parameters / self.ranks
         return 4 * (min(LIVE, shard) if stage == 3 else shard)

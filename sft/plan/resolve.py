@@ -20,9 +20,10 @@ from sft.plan.batch import (
 from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.disk import resolve_disk
-from sft.plan.engine import planned_memory, resolve_engine, resolve_memory
+from sft.plan.engine import resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
+from sft.plan.memory import estimate_memory
 from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.optimizer import resolve_optimizer
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
@@ -64,7 +65,7 @@ def resolve_plan(
         train = recipe.train.model_copy(update=decided)
         attends = recipe.model.model_copy(update={"attn_implementation": attention.value})
         changed = recipe.model_copy(update={"train": train, "model": attends})
-        return planned_memory(changed, hardware, model, deepspeed)
+        return estimate_memory(changed, hardware, model, deepspeed)
 
     def fits(micro_batch_size: int) -> bool:
         estimate = memory_with(micro_batch_size)

@@ -171,16 +171,6 @@ class _Gated(torch.autograd.Function):
         return context.saved_tensors
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, query: Any, key: Any) -> Any:
-        return query.view_as(query), key.view_as(key)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return gradients
-
-
 @contextmanager
 def _liger(model: Any) -> Iterator[None]:
     for module in model.modules():
@@ -192,7 +182,7 @@ def _liger(model: Any) -> Iterator[None]:
             )
     code, name = sys.modules[type(model).__module__], "apply_rotary_pos_emb"
     plain = getattr(code, name, None)
-    setattr(code, name, lambda query, key, *rest, **options: _apply(_Rotary, query, key))
+    setattr(code, name, lambda query, key, *rest, **options: (query, key))  # in place
     try:
         yield
     finally:

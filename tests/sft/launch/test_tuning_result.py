@@ -205,7 +205,7 @@ def test_the_plan_takes_the_result_and_says_that_it_was_measured(make_job: MakeJ
     for name in ("micro_batch_size", "gradient_checkpointing"):
         assert "measured on this machine, the fastest of 3 trials: 2000 tokens/s" in plan[name]["reason"]
         assert "2.0 GiB of the 3.0 GiB" in plan[name]["reason"]
-    tuned = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "time"}
+    tuned = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "time", "memory"}
     same = set(plan) - tuned
     assert {name: plan[name] for name in same} == {name: before[name] for name in same}
 

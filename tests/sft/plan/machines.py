@@ -3,7 +3,10 @@
 from collections.abc import Callable
 
 from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
+from sft.plan.memory import estimate_memory
+from sft.plan.memory_estimate import MemoryEstimate
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
@@ -46,3 +49,10 @@ def gpus(
 ) -> Hardware:
     gpu = Gpu("NVIDIA Test", memory, capability)
     return Hardware(gpu, ranks, per_node or min(ranks, 8), 16, 128.0, flash, flash_3)
+
+
+def needs(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: str = "none") -> MemoryEstimate:
+    """With a file of ds_configs/; `none`: without DeepSpeed."""
+    found = estimate_memory(recipe, hardware, model, load_deepspeed(engine) if engine != "none" else None)
+    assert found is not None
+    return found

@@ -9,16 +9,16 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
-from sft.plan.engine import choose_engine, open_deepspeed, planned_memory, resolve_memory
+from sft.plan.engine import choose_engine, open_deepspeed, resolve_memory
 from sft.plan.fit import MEMORIES
 from sft.plan.hardware import Gpu, Hardware, described_hardware, machine
-from sft.plan.memory import CPU_FACTOR, ENGINES, Engine, engine_of, estimate_memory
+from sft.plan.memory import CPU_FACTOR, estimate_memory
 from sft.plan.memory_estimate import GIB
 from sft.plan.parallelism import mesh_shape, resolve_fsdp
 from sft.plan.plan import TuningResult
 from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Recipe
-from tests.sft.plan.machines import MODELS, QWEN, MakeRecipe, cpu, gpus
+from tests.sft.plan.machines import MODELS, QWEN, MakeRecipe, cpu, gpus, needs
 
 AUTO = "train.parallel=auto"
 LONG = (AUTO, "train.global_batch_size=64", "data.max_length=4096")
@@ -69,7 +69,7 @@ def test_auto_is_the_cheapest_engine_that_holds_the_model(
 
 
 def states(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: str) -> float:
-    need = estimate_memory(recipe, hardware, model, ENGINES[engine])
+    need = needs(recipe, hardware, model, engine)
     return sum(need.gpu[name] for name in STATES)
 
 
@@ -80,7 +80,7 @@ def test_bytes_a_parameter_are_those_of_the_tables_of_the_documentation(make_rec
         assert states(recipe, eight, model, name) == pytest.approx(bytes_each * 10**9), name
     assert states(recipe, described_hardware("1x80GB"), model, "none") == 18e9
     # fp32 weights, gradients and moments, and autocast's copies; the buckets hold the gradients once more.
-    ddp = estimate_memory(recipe, eight, model, ENGINES["none"])
+    ddp = needs(recipe, eight, model, "none")
     assert (states(recipe, eight, model, "none"), ddp.gpu["buffers"]) == (18e9, 4e9)
 
 
@@ -108,11 +108,11 @@ def test_model_states_agree_with_deepspeeds_own_estimates(
     assert states(recipe, hardware, model, "zero3") + largest == pytest.approx(theirs, abs=2)
     memory, theirs = zero2(size, gpus, nodes, cpu_offload=True, additional_buffer_factor=CPU_FACTOR)
     assert states(recipe, hardware, model, "zero2_offload") == pytest.approx(theirs, abs=2)
-    ours = estimate_memory(recipe, hardware, model, ENGINES["zero2_offload"]).cpu
+    ours = needs(recipe, hardware, model, "zero2_offload").cpu
     assert ours == pytest.approx(memory, abs=2) if ranks <= 4 else ours <= memory + 2
     memory, theirs, _ = zero3(size, 0, gpus, nodes, additional_buffer_factor=CPU_FACTOR)
     assert states(recipe, hardware, model, "zero3_offload") == theirs == 0
-    assert estimate_memory(recipe, hardware, model, ENGINES["zero3_offload"]).cpu == pytest.approx(memory, abs=2)
+    assert needs(recipe, hardware, model, "zero3_offload").cpu == pytest.approx(memory, abs=2)
 
 
 @pytest.mark.parametrize("lora", ["null", "{}"])
@@ -129,11 +129,10 @@ def test_every_cell_is_an_engine_that_fits_or_a_refusal(
         except PlanError as error:
             assert "`sft plan RECIPE --fit`" in str(error)
             continue
-        need = estimate_memory(recipe, hardware, model, ENGINES[found.value or "none"])
+        need = needs(recipe, hardware, model, found.value or "none")
         assert need.gpu_bytes <= memory * GIB
         assert need.cpu <= hardware.cpu_memory_gib * GIB
-        planned = planned_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
-        shown = resolve_memory(planned, hardware, 1)
+        shown = resolve_memory(need, hardware, 1)
         assert shown.value == round(need.gpu_bytes / GIB, 1)
         assert "WARNING" not in shown.reason
         assert need.words in shown.reason
@@ -143,7 +142,7 @@ def test_every_cell_is_an_engine_that_fits_or_a_refusal(
 def test_checkpointing_that_keeps_less_needs_less(model: ModelFacts, make_recipe: MakeRecipe) -> None:
     def of(mode: str) -> float:
         recipe = make_recipe(f"train.gradient_checkpointing={mode}", "data.max_length=8192")
-        estimate = estimate_memory(recipe, described_hardware("8x80GB"), model, ENGINES["zero3_offload"])
+        estimate = needs(recipe, described_hardware("8x80GB"), model, "zero3_offload")
         return estimate.gpu["activations"]
 
     assert of("offload") < of("true") == of("auto") < of("selective") < of("2") < of("4") < of("false")
@@ -165,9 +164,22 @@ def test_an_engine_that_the_recipe_names_is_warned_about_and_not_refused(make_re
     assert "WARNING" not in resolve_plan(recipe, hardware, QWEN_3B, None, file).memory.reason
 
 
-def test_a_file_of_the_users_counts_as_what_it_configures() -> None:
-    assert {name: engine_of(load_deepspeed(name) if name != "none" else None) for name in ENGINES} == ENGINES
-    assert engine_of(load_deepspeed("zero3_nvme")) == Engine(3, "nvme", "nvme")
+def test_a_file_that_offloads_to_a_disk_needs_no_memory_for_it(make_recipe: MakeRecipe) -> None:
+    nvme, cpu_memory = (needs(make_recipe(), gpus(8), QWEN_7B, name) for name in ("zero3_nvme", "zero3_offload"))
+    assert (nvme.gpu, nvme.cpu) == (cpu_memory.gpu, 0)
+    assert cpu_memory.cpu > 0
+
+
+def test_buckets_are_those_of_the_file_and_of_what_is_trained(make_recipe: MakeRecipe) -> None:
+    recipe, adapters = make_recipe("train.deepspeed=zero2"), make_recipe("train.deepspeed=zero2", "model.lora={}")
+    file = load_deepspeed("zero2")
+    file.config["zero_optimization"]["reduce_bucket_size"] = 10**8
+    found = estimate_memory(recipe, gpus(8), QWEN_7B, file)
+    assert found is not None and found.gpu["buffers"] == 4 * 10**8
+    sized = open_deepspeed(adapters, gpus(8), QWEN_7B)
+    assert sized is not None and sized.zero["reduce_bucket_size"] == QWEN_7B.adapter_parameters(adapters.model.lora)
+    found = estimate_memory(adapters, gpus(8), QWEN_7B, sized)
+    assert found is not None and found.gpu["buffers"] == 4 * sized.zero["reduce_bucket_size"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +209,7 @@ def test_a_quantized_base_takes_its_bytes_and_a_frozen_weight_no_optimizer(make_
 
     def states(*overrides: str, **facts: Any) -> dict[str, float]:
         recipe = make_recipe("train.precision=bf16", *overrides)
-        return dict(estimate_memory(recipe, one, replace(model, **facts), ENGINES["none"]).gpu)
+        return dict(needs(recipe, one, replace(model, **facts), "none").gpu)
 
     plain, nf4 = states("model.lora={}"), states("model.lora={}", "model.quantization=nf4")
     saved = 6_525_616_128 * (2 - 0.5 - 1 / 64 - 1 / 4096)
@@ -217,7 +229,7 @@ def test_fsdp2_shards_what_zero_3_shards_of_fp32_weights(make_recipe: MakeRecipe
 
     def gpu(*overrides: str) -> dict[str, float]:
         recipe = make_recipe("train.global_batch_size=64", *overrides)
-        return dict(estimate_memory(recipe, eight, model, engine_of(None, recipe.train.fsdp)).gpu)
+        return dict(needs(recipe, eight, model).gpu)
 
     assert sum(gpu("train.fsdp={}")[name] for name in STATES) == (4 + 4 + 8) / 8 * 10**9
     kept = gpu("train.fsdp={sharding_strategy: shard_grad_op}")
@@ -225,8 +237,7 @@ def test_fsdp2_shards_what_zero_3_shards_of_fp32_weights(make_recipe: MakeRecipe
     offloaded = gpu("train.fsdp={offload_params: true}")
     assert all(offloaded[name] == 0 for name in STATES)
     recipe = make_recipe("train.fsdp={}", "train.global_batch_size=64")
-    estimate = planned_memory(recipe, eight, QWEN_3B, None)
-    assert estimate is not None
+    estimate = needs(recipe, eight, QWEN_3B)
     assert estimate.gpu_bytes == sum(estimate.gpu[name] for name in (*STATES, "activations", "buffers", "reserve"))
 
 
@@ -260,7 +271,7 @@ def test_gradients_take_what_the_plan_adds_them_up_in(make_recipe: MakeRecipe) -
 
 def test_ranks_that_share_layers_hold_shards_and_gather_the_head(make_recipe: MakeRecipe) -> None:
     recipe, embedding = make_recipe("train.tensor_parallel_size=4"), 152_064 * 3584
-    need = estimate_memory(recipe, gpus(4), QWEN_7B, ENGINES["none"])
+    need = needs(recipe, gpus(4), QWEN_7B, "none")
     shard = (QWEN_7B.parameters or 0) / 4
     assert need.gpu["weights"] == pytest.approx(6 * shard, rel=0.1)
     assert (need.gpu["gradients"], need.gpu["optimizer"]) == (4 * shard, 8 * shard)

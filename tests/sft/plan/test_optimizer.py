@@ -10,11 +10,10 @@ from sft.errors import PlanError
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed
 from sft.plan.engine import order_of_engines
 from sft.plan.hardware import Hardware
-from sft.plan.memory import ENGINES, estimate_memory
 from sft.plan.memory_estimate import GIB
 from sft.plan.optimizer import state_bytes
 from sft.plan.resolve import resolve_plan
-from tests.sft.plan.machines import QWEN, MakeRecipe, cpu, gpus
+from tests.sft.plan.machines import QWEN, MakeRecipe, cpu, gpus, needs
 
 WITHOUT_ZERO = DeepSpeedFile(Path("zero0.json"), {"zero_optimization": {"stage": 0}})
 
@@ -86,16 +85,16 @@ def test_the_plan_counts_the_optimizers_own_state(optim: str, per_parameter: flo
     """A tenth of the parameters are the embedding's."""
     recipe = make_recipe(f"train.optim={optim}", "train.precision=fp32")
     assert state_bytes(recipe, 1e9, 1e8, 1000) == pytest.approx(per_parameter * 1e9)
-    estimate = estimate_memory(recipe, gpus(), BILLION, ENGINES["none"])
+    estimate = needs(recipe, gpus(), BILLION, "none")
     assert estimate.gpu["optimizer"] == pytest.approx(per_parameter * 1e9)
     assert estimate.gpu["weights"] == 4e9
 
 
 def test_the_plan_counts_the_logits_that_smoothed_labels_need(make_recipe: MakeRecipe) -> None:
     plain, smooth = (
-        estimate_memory(
+        needs(
             make_recipe("train.precision=bf16", f"train.label_smoothing_factor={factor}", "data.max_length=4096"),
-            gpus(), BILLION, ENGINES["none"],
+            gpus(), BILLION, "none",
         )
         for factor in (0.0, 0.1)
     )  # fmt: skip
@@ -110,9 +109,7 @@ def test_an_optimizer_without_copies_steps_on_fp32_weights(make_recipe: MakeReci
     assert plans["adamw"].weights.value == "bf16 with an fp32 copy"
     assert (plans["lion"].weights.value, plans["lion"].gradients.value) == ("fp32", "fp32")
     assert "lion steps on the weights themselves" in plans["lion"].weights.reason
-    estimate = estimate_memory(
-        make_recipe("train.optim=lion", "train.precision=bf16"), gpus(), BILLION, ENGINES["none"]
-    )
+    estimate = needs(make_recipe("train.optim=lion", "train.precision=bf16"), gpus(), BILLION, "none")
     # fp32 weights and autocast's copies; gradients; one average
     assert [round(estimate.gpu[name] / GIB * 2**30 / 1e9) for name in ("weights", "gradients", "optimizer")] == [
         6,
