@@ -22,7 +22,7 @@ def test_a_recipe_and_its_plan_are_values(recipe_file: Path, outputs: Path) -> N
 
 @pytest.mark.slow
 def test_packages_of_the_same_name_stay_packages() -> None:
-    code = "import sft; sft.load_recipe; import sft.train.main, sft.plan.plan; assert callable(sft.train) and sft.train.main.train"
+    code = "import sft; sft.load_recipe; import sft.train.speed, sft.plan.plan; assert callable(sft.train) and sft.train.speed.StepClock"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
