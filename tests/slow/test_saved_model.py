@@ -26,6 +26,7 @@ SAVED = [
     ("2 FSDP2", "packed, bf16"),
     ("2 ZeRO-3", "padded, adapters"),
     ("2 FSDP2", "padded, adapters"),
+    ("2 pipeline parallel", "padded, adapters"),
     ("2 ZeRO-3", "packed, new tokens"),
     ("2 DDP", "padded, adapters, new tokens"),
     ("1", "packed, nf4 and adapters"),
