@@ -181,7 +181,10 @@ def ladder(bench: Bench) -> Iterator[Row]:
     """Each row keeps what the one before has changed; the last is ours."""
     zero = ["train.deepspeed=zero2"] if bench.gpu else []
     masked = [*zero, *CHECKPOINTING, "model.attn_implementation=sdpa"]
-    yield trained(bench, "short", "padding, 11 a batch", [*masked, "data.packing=false", "train.micro_batch_size=11"])
+    documents = len(bench.documents("short").lengths)
+    padded = ["data.packing=false", "train.micro_batch_size=11", "train.remainder=fill"]
+    padded.append(f"train.global_batch_size={documents}")
+    yield trained(bench, "short", "padding, 11 a batch", [*masked, *padded])
     yield trained(bench, "short", "+ packing, a mask over the pack", masked)
     yield trained(bench, "short", "+ attention within documents", [*zero, *CHECKPOINTING])
     yield trained(bench, "short", "+ no checkpointing", zero)

@@ -90,7 +90,10 @@ def check_load(run: Run, load: Load) -> None:
         WrongSave: It is another model than was trained; it is kept as `unverified`.
         RunError: It could not be loaded. The next start tries again.
     """
-    problems, distance = load.compare()
+    try:
+        problems, distance = load.compare()
+    except RunError as failed:
+        raise RunError(f"{failed} {run.next_start}.") from None
     remove(load.exchange)
     if not problems:
         run.update(save_checked=run.record["save_checked"] | {"logits_differ": distance})

@@ -18,6 +18,7 @@ from typing import NoReturn
 from sft import signals
 from sft.checkpoint.load_again import Load, check_load, exchange_of
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
+from sft.files import remove
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
 from sft.parallel.environment import environment_without_launcher
 from sft.plan.job import Job
@@ -63,12 +64,16 @@ def main(argv: Sequence[str]) -> None:
 
     run = find_run(Path(argv[0]))
     signals.interrupts(InterruptibleRun(run))
-    parts, status, unloaded = programs(run.recipe().eval), 0, exchange_of(run).is_dir()
-    if (parts or unloaded) and claim(run) is None:
+    recipe, exchange, status = run.recipe(), exchange_of(run), 0
+    parts = programs(recipe.eval)
+    unfinished = bool(parts) or run.record.get("evaluation") in EVALUATION_LEFT
+    if unfinished and claim(run) is None:
         raise RunError(f"Another process evaluates {run.path}: wait until it is done, or stop it.")
-    if parts or unloaded:
+    if unfinished:
         forget_stale(run.path, began())
-        started, load = time.monotonic(), Load(run.final, exchange_of(run)) if unloaded else None
+        if not recipe.train.save_canary:  # any more
+            remove(exchange)
+        started, load = time.monotonic(), Load(run.final, exchange) if exchange.is_dir() else None
         # All of them: answers that cannot be had must not cost the scores.
         status = next(filter(None, [_evaluate(run, program) for program in parts]), 0)
         if load is not None:

@@ -53,8 +53,6 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
             f"--fit counts the weights of {name}, and none can be built: its config.json is not in the hub's cache and the hub does not "
             f"answer, or it needs code of its own. Where there is a network: hf download {name} config.json."
         )
-    if checked.recipe.train.pipeline_parallel_size > 1:
-        raise PlanError("--fit: the memory of pipeline stages is not counted. Set train.pipeline_parallel_size=1.")
     found = fit(checked.recipe, hardware, model, checked.data)
     if found.lack is None:
         _say_it_fits(found, hardware, word, file)

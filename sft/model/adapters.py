@@ -176,7 +176,7 @@ def check_adapters(model: Model, empty: Any) -> None:
     lora = model.lora
     assert lora is not None
     check_targets(lora, empty)
-    problems = list(_cannot_save(model, empty))
+    problems = [*_cannot_target(lora, empty), *_cannot_save(model, empty)]
     count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
     if absent := [number for number in lora.layers_to_transform if count is not None and number >= count]:
         numbers = ", ".join(map(str, absent))
@@ -225,6 +225,15 @@ def differing_adapters(model: Any, lora: Lora) -> Iterator[str]:
     for wanted in lora.modules_to_save:
         if not any(name.endswith(f".{wanted}") for name in saved):
             yield f"{wanted} is not trained whole"
+
+
+def _cannot_target(lora: Lora, empty: Any) -> Iterator[str]:
+    embedding, head = empty.get_input_embeddings(), empty.get_output_embeddings()
+    for name, layer in empty.named_modules():
+        if layer is head and _is_targeted(name, lora.target_modules):
+            yield f"model.lora.target_modules: {name} cannot have an adapter: the loss is computed from its weight alone. Leave it out."
+        elif layer is embedding and embedding.weight is head.weight and _is_targeted(name, lora.target_modules):
+            yield f"model.lora.target_modules: {name} shares its weight with the output embedding, which merging changes too. Leave it out."
 
 
 def _cannot_save(model: Model, empty: Any) -> Iterator[str]:

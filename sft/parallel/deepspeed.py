@@ -83,7 +83,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _check_compiler(unbuilt: list[str]) -> None:
-    compiler = os.environ.get("CXX", "c++").split()[0]
+    compiler = (os.environ.get("CXX") or "c++").split()[0]
     missing = [f"{program} on PATH" for program in ("ninja", compiler) if shutil.which(program) is None]
     header = Path(sysconfig.get_path("include"), "Python.h")
     missing += [] if header.is_file() else [str(header)]

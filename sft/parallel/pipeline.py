@@ -48,14 +48,19 @@ def take_stage(model: Any, stages: tuple[range, ...], index: int) -> bool:
         Whether the embedding is tied: then it stays with the last stage, too, where it is the head.
 
     Raises:
-        ModelError: The model's layers are not where transformers' decoders have them.
+        ModelError: The model's layers are not where transformers' decoders have them; rows of its embeddings are trained beside adapters; a
+            stage has nothing to train.
     """
     causal, backbone = _parts(model)
+    key = f"train.pipeline_parallel_size={len(stages)}"
     layers, head = getattr(backbone, "layers", []), causal.get_output_embeddings()
     if len(layers) != stages[-1].stop or not hasattr(backbone, "norm") or head is None:
         raise ModelError(
-            f"train.pipeline_parallel_size={len(stages)}: {type(causal).__name__} has no list of {stages[-1].stop} layers between "
-            "embedding, norm and head. Set it to 1."
+            f"{key}: {type(causal).__name__} has no list of {stages[-1].stop} layers between embedding, norm and head. Set it to 1."
+        )
+    if hasattr(causal.get_input_embeddings(), "token_adapter"):
+        raise ModelError(
+            f"{key} with embeddings that are trained row by row beside adapters is untested. Set model.lora=null."
         )
     tied, is_last = head.weight is causal.get_input_embeddings().weight, index == len(stages) - 1
     for number in set(range(len(layers))) - set(stages[index]):
@@ -65,6 +70,11 @@ def take_stage(model: Any, stages: tuple[range, ...], index: int) -> bool:
     if not is_last:
         backbone.norm = Elsewhere(backbone.norm)
         causal.set_output_embeddings(Elsewhere(head))
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ModelError(
+            f"{key}: nothing is trained in stage {index + 1}, layers {stages[index][0]} to {stages[index][-1]}. Use fewer stages, or train "
+            "more layers (model.freeze, model.lora)."
+        )
     return tied
 
 
@@ -86,22 +96,18 @@ class Part:
         """Of a batch's hidden states."""
         return (*batch["input_ids"].shape, self.causal.config.get_text_config().hidden_size)
 
-    def _arrived(self, hidden: torch.Tensor | None, inputs: Batch) -> Batch:
-        """The inputs with the hidden states for the embeddings, and put before the first layer: some models scale embeddings there."""
+    def arrived(self, hidden: torch.Tensor | None, inputs: Batch) -> Batch:
+        """The model's inputs with the hidden states as embeddings, which pass to the first layer as they are: some models scale theirs."""
         if hidden is None:
             return inputs
         self.backbone.layers[self.stages[self.index].start - 1].arrived = hidden
         return {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": hidden}
 
-    def head(self, hidden: torch.Tensor | None, **inputs: Any) -> Any:
-        """The last stage's output, as the model's own."""
-        return self.model(**self._arrived(hidden, inputs))
-
-    def layers(self, hidden: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
-        """The hidden states that leave another stage; a ModelError where the next stage expects others."""
+    def layers(self, hidden: torch.Tensor | None, inputs: Batch) -> torch.Tensor:
+        """The hidden states that leave a stage before the last; a ModelError where the next stage expects others."""
         shape, of_head = self.shape(inputs), ("labels", "shift_labels", "fused_lm_head", "use_cache")
         inputs = {name: value for name, value in inputs.items() if name not in of_head}
-        states: torch.Tensor = self.backbone(**self._arrived(hidden, inputs), use_cache=False).last_hidden_state
+        states: torch.Tensor = self.backbone(**self.arrived(hidden, inputs), use_cache=False).last_hidden_state
         if states.shape != shape or states.dtype != self.dtype:
             raise ModelError(
                 f"train.pipeline_parallel_size={len(self.stages)}: stage {self.index + 1} gives {states.dtype} {list(states.shape)} and "
@@ -120,7 +126,7 @@ class Stage(PipelineStage):
     def __init__(self, part: Part, device: torch.device, group: Any) -> None:
         super().__init__(part.model, part.index, len(part.stages), device, group=group)
         self.dtype, self.shapes = part.dtype, list[tuple[int, ...]]()
-        self.compute: Callable[..., torch.Tensor] = part.layers
+        self.compute: Callable[..., torch.Tensor]
         self._states, self._gradients = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         self._runtime_validate = False  # against the shape that torch would have agreed on
         if hasattr(self, "_stage_meta"):  # torch 2.13 counts the inputs whose gradients are sent
@@ -204,10 +210,12 @@ class Pipeline(torch.nn.Module):
         return {name: one for name, one in self.module.named_parameters() if one is not copied}
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Its parameters and buffers that checkpoints hold; of a model with adapters only what is trained."""
+        """Its parameters and buffers that checkpoints hold; of a model with adapters those alone, as peft names them."""
         named, own = dict(self.module.named_parameters(remove_duplicate=False)), self.own_parameters()
         if hasattr(self.module, "peft_config"):
-            return {name: one.detach() for name, one in own.items() if one.requires_grad}
+            from peft import get_peft_model_state_dict
+
+            return dict(get_peft_model_state_dict(self.module, save_embedding_layers=False))
         return {name: one for name, one in self.module.state_dict().items() if name in own or name not in named}
 
     def layers_of_ranks(self) -> tuple[range, ...]:
@@ -231,7 +239,7 @@ class Pipeline(torch.nn.Module):
 
         Args:
             batches: The micro-batches, on the device.
-            loss_of: The loss of one, given the model to call with its inputs.
+            loss_of: The loss of one, given the model and its inputs.
             autocast: Around forward passes.
 
         Returns:
@@ -242,8 +250,8 @@ class Pipeline(torch.nn.Module):
         def compute(number: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
             with autocast():
                 if stage.is_last:
-                    return loss_of(lambda **inputs: part.head(hidden, **inputs), batches[number])
-                return part.layers(hidden, **batches[number])
+                    return loss_of(part.model, part.arrived(hidden, batches[number]))
+                return part.layers(hidden, batches[number])
 
         stage.compute, stage.shapes = compute, [part.shape(batch) for batch in batches]
         stage.chunks, stage.has_backward = len(batches), True
@@ -269,9 +277,9 @@ class Pipeline(torch.nn.Module):
             hidden = torch.empty(part.shape(inputs), dtype=part.dtype, device=stage.device)
             dist.recv(hidden, stage.neighbour(-1), self.group)
         if stage.is_last:
-            box = [send_to_device(part.head(hidden, **inputs), "cpu")]
+            box = [send_to_device(part.model(**part.arrived(hidden, inputs)), "cpu")]
         else:
-            dist.send(part.layers(hidden, **inputs).contiguous(), stage.neighbour(1), self.group)
+            dist.send(part.layers(hidden, inputs).contiguous(), stage.neighbour(1), self.group)
         last = dist.get_global_rank(self.group, len(part.stages) - 1)
         dist.broadcast_object_list(box, last, self.group, stage.device)
         return send_to_device(box[0], stage.device)

@@ -114,9 +114,7 @@ def resolve_memory(
 ) -> Decision[float | None]:
     """GiB that each GPU needs, and the sum, with a warning where that is more than there is."""
     if estimate is None:
-        why = (
-            "not counted for stages, or the model is not downloaded" if hardware.gpu else "on a CPU nothing is counted"
-        )
+        why = "the model's size is not known before it is downloaded" if hardware.gpu else "on a CPU nothing is counted"
         return Decision(None, why)
     how = "activations simulated" if estimate.simulated else "by arithmetic"
     words = f"{how}, for a micro-batch of {micro_batch_size}: {estimate.words}"
@@ -152,7 +150,7 @@ def resolve_engine(
         engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
     elif recipe.train.pipeline_parallel_size > 1:
         stages = recipe.train.pipeline_parallel_size
-        engine, reason = PIPELINE, f"train.pipeline_parallel_size; {stages} stages of {ranks // stages} ranks each"
+        engine, reason = PIPELINE, f"train.pipeline_parallel_size; {ranks} ranks hold {stages} stages"
     else:
         engine, reason = "DDP", f"train.deepspeed is not set; {ranks} ranks each hold the whole model"
     if recipe.train.parallel == "auto":

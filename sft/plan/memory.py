@@ -16,7 +16,7 @@ counted without a matrix of scores. Not counted: what loading takes in the machi
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from sft.plan.memory_estimate import GIB, MemoryEstimate
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape, resolve_fsdp
 from sft.plan.passes import Pass, PassMemory
+from sft.plan.pipeline import layers_of_stages
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Recipe
 
@@ -43,10 +44,12 @@ _SCALES = {True: 1 / 64 + 4 / (64 * 256), False: 4 / 64}  # bytes a 4-bit weight
 def estimate_memory(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
 ) -> MemoryEstimate | None:
-    """What one GPU and one node must hold; None on a CPU, for pipeline stages, and where the model's size is not known."""
-    if hardware.gpu is None or model.parameters is None or recipe.train.pipeline_parallel_size > 1:
+    """What one GPU and one node must hold; None on a CPU, and where the model's size is not known."""
+    if hardware.gpu is None or model.parameters is None:
         return None
-    sizes = _Sizes(recipe, hardware, model, file)
+    sizes, stages = _Sizes(recipe, hardware, model, file), layers_of_stages(recipe, model)
+    if stages:
+        return _estimate_stages(sizes, hardware, stages)
     # A disk costs no memory here but DeepSpeed's buffers.
     where = dict.fromkeys(("gradients", "optimizer"), sizes.optimizer_device) | {"weights": sizes.weights_device}
     states = sizes.states()
@@ -57,6 +60,26 @@ def estimate_memory(
         "reserve": RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB,
     }
     return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node, hardware, sizes.passed is not None)
+
+
+def _estimate_stages(sizes: _Sizes, hardware: Hardware, stages: tuple[range, ...]) -> MemoryEstimate:
+    """What a GPU of the pipeline stage that needs most must hold, with the sum of each.
+
+    A stage keeps the activations of as many micro-batches as there are stages from it to the last. Weights as under DDP.
+    """
+    assert hardware.gpu
+    kept, peak = (sizes.passed.kept, sizes.passed.peak) if sizes.passed else sizes._pass_of_plain_decoder()
+    for_layers, reserve = sizes.activations() - (peak - kept), RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
+    found = []
+    for number, layers in enumerate(stages):
+        embeddings = ((number == 0) + (number == len(stages) - 1)) * sizes.embedding
+        share = (len(layers) * sizes.layer + embeddings) / sizes.parameters
+        held = (len(stages) - number) * for_layers * len(layers) / sizes.layers
+        parts = {name: share * size for name, size in sizes.states().items()}
+        parts |= {"activations": held + peak - kept, "reserve": reserve}
+        found.append(MemoryEstimate(parts, 0.0, hardware, sizes.passed is not None))
+    by_stage = tuple(one.gpu_bytes for one in found)
+    return replace(max(found, key=lambda one: one.gpu_bytes), by_stage=by_stage)
 
 
 class _Sizes:

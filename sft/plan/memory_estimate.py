@@ -27,6 +27,8 @@ class MemoryEstimate:
     """What it is counted for, and must fit."""
     simulated: bool = False
     """Whether a simulated pass gave the activations, and not arithmetic for a plain decoder."""
+    by_stage: tuple[float, ...] = ()
+    """Of pipeline stages what a GPU of each needs; the parts are those of the largest."""
 
     @property
     def gpu_bytes(self) -> float:
@@ -41,9 +43,10 @@ class MemoryEstimate:
 
     def as_json(self) -> dict[str, Any]:
         """Bytes on each GPU by category, `peak` with the reserve among them; `machine` is what the ranks of a node need of its memory."""
-        found = {name: int(size) for name, size in self.gpu.items()}
+        found: dict[str, Any] = {name: int(size) for name, size in self.gpu.items()}
         found |= {"peak": int(self.gpu_bytes), "available": int(self.gpu_gib * GIB)}
         found |= {"machine": int(self.cpu), "machine_available": int(self.hardware.cpu_memory_gib * GIB)}
+        found |= {"stages": [int(size) for size in self.by_stage]} if self.by_stage else {}
         return found | {"simulated": self.simulated, "substitutes": SUBSTITUTES if self.simulated else {}}
 
     @property
@@ -73,6 +76,7 @@ class MemoryEstimate:
         return (
             " + ".join(f"{name} {size / GIB:.1f}" for name, size in self.gpu.items() if size >= 0.05 * GIB)
             + f" = {self.short}"
+            + ("; by stage " + " | ".join(f"{size / GIB:.1f}" for size in self.by_stage) if self.by_stage else "")
         )
 
 

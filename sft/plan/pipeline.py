@@ -110,10 +110,9 @@ def pipeline_refusals(case: Case) -> Iterator[str]:
             f"or more sequences for each of the {case.plan.data_parallel_ranks.value} pipelines, or use fewer stages."
         )
     switches = {
-        "model.lora (leave it out)": recipe.model.lora is not None,
+        "model.lora.modules_to_save (leave it out)": bool(recipe.model.lora and recipe.model.lora.modules_to_save),
         "model.quantization (leave it out)": recipe.model.quantization is not None,
-        "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
-        "model.freeze (leave it out)": bool(recipe.model.freeze),
+        "model.new_tokens with model.lora (leave one out)": bool(recipe.model.new_tokens and recipe.model.lora),
         "model.compile (set it to false)": recipe.model.compile,
         "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
         f"train.optim={train.optim} (set train.optim=adamw)": train.optim != "adamw",

@@ -87,6 +87,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             **speed(work, self.trainer.clock.take(), self.peak),
             **dict(zip(("peak_memory_gib", "peak_reserved_gib"), work.peaks, strict=True)),
             "seconds": time.monotonic() - self.started,
+            **self.trainer.of_engine(),
         }
         self.knows_batches = True
         if "skipped_steps" in logs:

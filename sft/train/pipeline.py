@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_
 from transformers.trainer import SCHEDULER_NAME
 
@@ -19,7 +21,7 @@ from sft.parallel.patches import no_masks_of_packs
 from sft.parallel.pipeline import Item, Pipeline, place, take_stage
 from sft.parallel.sequence import share_batches
 from sft.plan.job import Job
-from sft.plan.pipeline import layers_of_stages
+from sft.plan.pipeline import bubble, layers_of_stages
 from sft.train.batches import Sequences
 from sft.train.trainer import RecipeTrainer, is_plain
 
@@ -91,6 +93,11 @@ class PipelineTrainer(RecipeTrainer):
             loss = self.pipeline.step(batches, compute, self.compute_loss_context_manager)
         return loss * int(self.accelerator.num_processes)  # transformers logs the mean over all ranks
 
+    def of_engine(self) -> dict[str, float]:
+        """The fraction of a step that stages wait, by arithmetic."""
+        plan = self.job.plan
+        return {"bubble": bubble(plan.pipeline_parallel_size.value, plan.gradient_accumulation_steps.value)}
+
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         norm = self.pipeline.gradient_norm()
         clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
@@ -114,6 +121,8 @@ class PipelineTrainer(RecipeTrainer):
         state = dict(self.of_all_stages((name, one.cpu()) for name, one in self.pipeline.own_tensors().items()))
         if self.args.should_save:
             self.model.save_pretrained(output_dir, state_dict=state)
+            if self.job.recipe.model.lora is not None:  # peft takes those of the layers that it finds here
+                save_file(state, Path(str(output_dir), SAFETENSORS_WEIGHTS_NAME), {"format": "pt"})
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer(self, output_dir: str) -> None:

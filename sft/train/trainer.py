@@ -239,6 +239,10 @@ class RecipeTrainer(CheckpointingTrainer):
             return loss
         return loss * (self.accelerator.num_processes // self.gradients_divided_by)
 
+    def of_engine(self) -> dict[str, float]:
+        """Figures of the engine for a line of metrics.jsonl."""
+        return {}
+
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's part of it; returns the loss."""
         return super().training_step(*args, **kwargs)

@@ -211,19 +211,27 @@ def spoil_losses(kind: str) -> None:
     """Make the loss of a micro-batch with a `~`, or its gradient, not finite."""
     from sft.train import trainer as recipe_trainer
 
-    plain = recipe_trainer.plain_loss
+    plain, take = recipe_trainer.plain_loss, Trainer.get_batch_samples
+    spoilt: set[bytes] = set()
+
+    def taken(trainer: Any, *arguments: Any) -> Any:
+        batches, tokens = take(trainer, *arguments)
+        (token,) = trainer.processing_class.encode("~", add_special_tokens=False)
+        spoilt.clear()
+        # By their labels: the last stage of a pipeline is given hidden states for tokens.
+        spoilt.update(batch["labels"].numpy().tobytes() for batch in batches if (batch["input_ids"] == token).any())
+        return batches, tokens
 
     def spoiled(trainer: Any, model: Any, inputs: Any, tokens: Any) -> Any:
         loss, outputs = plain(trainer, model, inputs, tokens)
-        (token,) = trainer.processing_class.encode("~", add_special_tokens=False)
-        if (inputs["input_ids"] == token).any() and trainer.model.training:
+        if inputs["labels"].numpy().tobytes() in spoilt and trainer.model.training:
             if kind == "gradient":
                 loss.register_hook(lambda gradient: gradient * float("inf"))
             else:
                 loss = loss * float("nan") if kind == "nan" else loss + float("inf")
         return loss, outputs
 
-    recipe_trainer.plain_loss = spoiled
+    recipe_trainer.plain_loss, Trainer.get_batch_samples = spoiled, taken
 
 
 def main() -> None:

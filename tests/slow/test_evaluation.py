@@ -5,7 +5,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -87,27 +86,6 @@ def write_own_task(run: Run, name: str, numbers: range, score: str | None = None
     text = yaml.safe_dump(task) + (f"process_results: !function scores.{score}\n" if score else "")
     (folder / f"{name}.yaml").write_text(text)
     return folder / f"{name}.yaml"
-
-
-def samples(run: Run, task: str) -> list[dict[str, Any]]:
-    (path,) = run.path.glob(f"eval/**/tuned/samples_{task}.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.extra  # test_evaluation_equals_lm_eval.py compares the scores of two processes with lm_eval's
-def test_each_document_is_asked_once_with_the_same_prompt_and_written_in_order(run: Run, ranks: Ranks) -> None:
-    """Also where there are fewer documents than processes."""
-    task, one = write_own_task(run, "mine", range(7)), write_own_task(run, "one", range(1), num_fewshot=0)
-    written = []
-    for number in (1, 3):
-        ranks.run(number, ["eval.run", run.path, f"tasks={task},{one}", "base_cache=false"])
-        written.append(samples(run, "mine"))
-        assert len(samples(run, "one")) == 1
-        shutil.rmtree(run.path / "eval")
-    assert [one["doc_id"] for one in written[1]] == list(range(7))
-    assert all(len(answers) == 1 for one in written[1] for answers in one["resps"])
-    assert written[0] == written[1]
-    assert len({one["prompt_hash"] for one in written[0]}) == 7
 
 
 def test_an_error_costs_the_task_and_is_reported_once(run: Run, ranks: Ranks) -> None:

@@ -105,6 +105,7 @@ def check_skipped(run: Run, count: int) -> None:
 CASES = [
     *(("nan", engine) for engine in ("2 DDP", "2 ZeRO-1", "2 ZeRO-2", "2 ZeRO-3", "2 FSDP2")),
     # Where gradients are full, and where they are sharded with the weights.
+    ("nan", "2 pipeline parallel"),
     ("gradient", "2 DDP"),
     ("inf", "2 ZeRO-3"),
     ("gradient", "2 ZeRO-3"),
@@ -139,7 +140,7 @@ def test_bf16_weights_and_their_fp32_copies_stay_as_they_are(recipe: Path, ranks
     check_skipped(run, 1)
 
 
-@pytest.mark.parametrize("engine", ["2 DDP", "2 ZeRO-3"])
+@pytest.mark.parametrize("engine", ["2 DDP", "2 ZeRO-3", "2 pipeline parallel"])
 def test_the_run_stops_before_the_step_and_names_it(engine: str, recipe: Path, ranks: Ranks) -> None:
     run, printed = train(ranks, recipe, engine, "nan", f"stop-{engine}", expect=2)
     bad = bad_step(run)

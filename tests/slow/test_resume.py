@@ -65,6 +65,7 @@ REPEATED = {
     ("2 ZeRO-2 offload", "1", "packed"),
     ("2 ZeRO-2", "2 tensor parallel", "packed"),
     ("2 ZeRO-2", "2 pipeline parallel", "padded"),
+    ("2 FSDP2", "2 pipeline parallel", "padded, adapters"),
     ("1", "2 ZeRO-3", "padded, adapters"),
     ("2 FSDP2", "1", "padded, adapters"),
     ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
@@ -120,6 +121,8 @@ ELSEWHERE: list[tuple[str, ...]] = [
     # FSDP2 saves the weights of adapters under other names than their moments.
     ("2 ZeRO-3", "2 FSDP2", "padded, adapters"),
     ("2 FSDP2", "1", "padded, adapters"),
+    ("2 pipeline parallel", "1", "padded, adapters"),
+    ("2 FSDP2", "2 pipeline parallel", "padded, adapters"),
     ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
     ("2 FSDP2", "1", "packed, nf4 and adapters"),
     ("2 ZeRO-2", "2 FSDP2", "packed, partly frozen"),

@@ -40,12 +40,13 @@ from tests.test_safe_path import plant
 pytestmark = pytest.mark.slow
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
-WITH_ADAPTERS = ["2 DDP", "2 ZeRO-1", "2 ZeRO-3", "2 ZeRO-3 offload", "2 FSDP2"]
+WITH_ADAPTERS = ["2 DDP", "2 pipeline parallel", "2 ZeRO-1", "2 ZeRO-3", "2 ZeRO-3 offload", "2 FSDP2"]
 PADDED = ["2 ZeRO-2", "2 ZeRO-3", "2 tensor parallel", "2 pipeline parallel", "2 ZeRO-2, sequence parallel"]
 CASES = [
     *(("packed", engine) for engine in list(ENGINES)[1:]),
     *(("padded", engine) for engine in PADDED),
     *(("padded, adapters", engine) for engine in WITH_ADAPTERS),
+    *((kind, "2 pipeline parallel") for kind in ("packed, partly frozen", "packed, new tokens")),
 ]
 
 
@@ -54,6 +55,8 @@ REPEATED = {
     ("packed", "2 ZeRO-2 offload"),
     ("packed", "4 ZeRO-2"),
     ("packed", "3 pipeline parallel"),
+    ("packed, partly frozen", "2 pipeline parallel"),
+    ("packed, new tokens", "2 pipeline parallel"),
     ("padded", "2 ZeRO-2"),
     ("padded, adapters", "2 ZeRO-1"),
     ("padded, adapters", "2 ZeRO-3 offload"),

@@ -120,6 +120,7 @@ def test_models_that_are_saved_under_other_names_than_they_have_in_memory_are_th
 
 
 @pytest.mark.slow
+@pytest.mark.extra  # test_saved_model.py: a process of its own loads final/ of each engine
 def test_a_fresh_process_loads_the_model_and_its_logits_are_compared(demo: Demo, tmp_path: Path) -> None:
     rows = [[5, 6, 7, 8]]
     with torch.no_grad():

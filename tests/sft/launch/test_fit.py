@@ -42,7 +42,6 @@ def test_the_changes_are_listed_planned_and_written(
         (["--fit"], "there is none here. Name some: --on 8x80GB"),
         (["--fit", "--on", "8xH9000"], "--on 8xH9000: .* H100"),
         (["--fit", "99", "--on", "1x4GB", *LARGE], "--fit 99: there are \\d+ changes"),
-        (["--fit", "--on", "2x80GB", "train.pipeline_parallel_size=2"], "--fit: .*pipeline_parallel_size=1"),
         (["--fit", "--on", "8x80GB", "model.name_or_path=a/b"], "--fit .*hf download a/b config.json"),
         (["--write", "new.yaml"], "--write writes a recipe with a change that --fit finds"),
         (["--fit", "--on", "8x80GB", "--write", "new.yaml"], "--write .*new.yaml: .* fits .* nothing to change"),

@@ -96,6 +96,8 @@ def test_adapters_leave_the_model_as_it_is_before_the_first_step(kind: str, demo
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": ("q_porj",)}, r"target_modules: q_porj matches no layer.*did you mean `q_proj`"),
     ({"target_modules": r".*\.attention\..*"}, r"target_modules: .*attention.* matches no layer"),
+    ({"target_modules": ("q_proj", "embed_tokens")}, r"embed_tokens shares its weight with the output embedding"),
+    ({"target_modules": ("q_proj", "lm_head")}, r"lm_head cannot have an adapter"),
     ({"rank_pattern": {"down_porj": 8}}, r"rank_pattern: down_porj matches no layer.*did you mean `down_proj`"),
     ({"alpha_pattern": {"o_proj": 8}, "target_modules": ("q_proj",)}, r"alpha_pattern: o_proj matches .* adapters: q_proj\."),
     ({"layers_to_transform": (1, 3)}, r"layers_to_transform: the model has no layer 3; it has 3, numbered from 0"),

@@ -64,11 +64,11 @@ def test_stages_compute_what_the_unsplit_model_does(kind: str, packed: bool) -> 
     logits.square().mean().backward()
     found, states, hidden = parts(whole, 3), [], None
     for part in found[:-1]:
-        hidden = part.layers(hidden, **inputs)
+        hidden = part.layers(hidden, inputs)
         states.append(hidden)
         hidden = hidden.detach().requires_grad_()
         states.append(hidden)
-    last = found[-1].head(hidden, **inputs, use_cache=False).logits
+    last = found[-1].model(**found[-1].arrived(hidden, inputs), use_cache=False).logits
     torch.testing.assert_close(last, logits)
     last.square().mean().backward()
     for sent, arrived in reversed(list(zip(states[::2], states[1::2], strict=True))):
@@ -101,4 +101,4 @@ def test_hidden_states_that_the_next_stage_would_not_expect_are_refused() -> Non
     first = parts(small("llama"), 2)[0]
     first.dtype = torch.bfloat16
     with pytest.raises(ModelError, match=r"stage 1 gives torch.float32 \[2, 9, 32\] and not torch.bfloat16"):
-        first.layers(None, **batch(False))
+        first.layers(None, batch(False))

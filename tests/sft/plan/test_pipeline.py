@@ -56,12 +56,35 @@ def test_auto_takes_four_micro_batches_a_stage_where_the_batch_has_them(make_rec
     assert (small.micro_batch_size.value, small.gradient_accumulation_steps.value) == (1, 4)
 
 
+def test_the_plan_counts_the_memory_of_each_stage(make_recipe: MakeRecipe) -> None:
+    """A stage holds its share of the states; the first keeps activations of most micro-batches."""
+    model = MODELS["Qwen/Qwen2.5-7B"]
+    words = [
+        STAGES + "4",
+        "train.global_batch_size=64",
+        "train.micro_batch_size=1",
+        "train.gradient_checkpointing=false",
+    ]
+    estimate = resolve_plan(make_recipe(*words), gpus(4), model).memory_estimate
+    alone = resolve_plan(make_recipe(*words[1:]), gpus(4), model).memory_estimate
+    assert estimate is not None and alone is not None
+    assert len(estimate.by_stage) == 4
+    assert estimate.gpu_bytes == max(estimate.by_stage)
+    assert 1 / 4 < estimate.gpu["optimizer"] / alone.gpu["optimizer"] < 1 / 2
+    assert "; by stage " in estimate.words
+    longer = resolve_plan(make_recipe(*words, "data.max_length=8192"), gpus(4), model).memory_estimate
+    assert longer is not None
+    assert longer.by_stage[0] > longer.by_stage[1] > longer.by_stage[2]
+
+
 REFUSED = {
     STAGES + "8": "and the model has 6 layers: each stage needs one. Set it to at most 6",
     STAGES + "4 train.micro_batch_size=4": "with 2 micro-batches of 4 a step: stages would wait 60% of the time",
     STAGES + "4 train.global_batch_size=2": "Raise the batch to 4",
-    STAGES + "2 model.lora={}": "model.lora (leave it out)",
-    STAGES + "2 model.freeze=[embed]": "model.freeze (leave it out)",
+    STAGES
+    + "2 model={name_or_path: m, lora: {modules_to_save: [lm_head]}}": "model.lora.modules_to_save (leave it out)",
+    STAGES
+    + "2 model={name_or_path: m, lora: {}, new_tokens: [<a>]}": "model.new_tokens with model.lora (leave one out)",
     STAGES + "2 model.compile=true": "model.compile (set it to false)",
     STAGES + "2 train.optim=lion": "train.optim=lion (set train.optim=adamw)",
     STAGES + "2 train.precision=fp16": "train.precision=fp16 (set",
