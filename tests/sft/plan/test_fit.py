@@ -118,7 +118,9 @@ def test_costs_are_by_arithmetic() -> None:
 
 
 def test_zero_1_sends_an_all_reduce_and_the_weights_and_ddp_gradients_in_fp32() -> None:
-    cost = next(one.cost for one in fitted(B7, "8xH100-NVL")[0].proposals if one.values.get("train.deepspeed") == "zero1")
+    cost = next(
+        one.cost for one in fitted(B7, "8xH100-NVL")[0].proposals if one.values.get("train.deepspeed") == "zero1"
+    )
     sent = [int(word) for word in cost.split() if word.isdigit()]
     assert sent == [round(6 * (B7.parameters or 0) / 1e9), round(8 * (B7.parameters or 0) / 1e9)]
 
