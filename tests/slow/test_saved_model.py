@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 SAVE_FAULTS = REPOSITORY / "tests" / "slow" / "save_faults.py"
 
 SAVED = [
-    *((name, "packed") for name in VERIFIED),
+    *((name, "packed") for name in (*VERIFIED, "2 DDP", "2 ZeRO-2", "2 ZeRO-2, sequence parallel")),
     ("1", "packed, bf16"),
     ("2 ZeRO-2", "packed, bf16"),
     ("2 FSDP2", "packed, bf16"),
