@@ -12,12 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from sft import files
-from sft.hub.model_facts import ModelFacts
+from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan import simulation
 from sft.plan.memory import simulated
 from sft.plan.passes import Pass
+from sft.plan.resolve import resolve_plan
 from sft.plan.simulation import simulate
 from sft.recipe.schema import Lora
+from tests.sft.plan.machines import MakeRecipe, gpus
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -172,3 +174,25 @@ def test_what_cannot_be_simulated_is_none_and_leaves_transformers_as_it_was(
     broken = Qwen2Config(**SIZES | {"num_attention_heads": 7}, num_key_value_heads=2)
     assert simulated(saved(broken, tmp_path / "broken"), PLAIN) is None
     assert simulate(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4), PLAIN).kept
+
+
+def test_the_plan_simulates_the_attention_that_it_decides_and_one_ranks_part_of_shared_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_recipe: MakeRecipe
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"parameters": 10**6, "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 512}
+    known = Architecture(tensor_plan=frozenset({"colwise", "rowwise"}))
+    model = replace(saved(QWEN, tmp_path / "qwen"), model_type="qwen2", architecture=known, **sizes)
+    plain = replace(model, architecture=Architecture(has_interface=False, has_sdpa=False, has_flash=False))
+
+    def activations(model: ModelFacts, ranks: int, *overrides: str) -> float:
+        estimate = resolve_plan(make_recipe("data.max_length=512", *overrides), gpus(ranks), model).memory_estimate
+        assert estimate is not None and estimate.simulated
+        return estimate.gpu["activations"]
+
+    one_sequence = "train.micro_batch_size=1"
+    eager = activations(plain, 1, one_sequence)
+    assert eager == activations(model, 1, one_sequence, "model.attn_implementation=eager")
+    assert eager > activations(model, 1, one_sequence)
+    every = (one_sequence, "model.kernels=none", "train.gradient_checkpointing=false")
+    assert activations(model, 2, *every, "train.tensor_parallel_size=2") < activations(model, 2, *every)
