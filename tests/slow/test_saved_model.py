@@ -30,7 +30,7 @@ SAVED = [
     ("2 ZeRO-3", "packed, new tokens"),
     ("2 DDP", "padded, adapters, new tokens"),
     ("1", "packed, nf4 and adapters"),
-    ("2 ZeRO-3", "packed, nf4 and adapters"),
+    pytest.param("2 ZeRO-3", "packed, nf4 and adapters", marks=pytest.mark.extra),
     ("2 FSDP2", "packed, nf4 and adapters"),
     ("2 DDP", "packed, DoRA"),
     ("1", "packed, pissa"),
@@ -129,7 +129,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
     "no_chat_template": ("1", (), "the tokenizer: chat_template is None"),
 }
-REPEATED = {"zero3_empty_shards", "embeddings_not_resized", "no_stop_token"}
+REPEATED = {"zero3_empty_shards", "embeddings_not_resized", "no_chat_template"}
 """Of a kind that another one has too: a tensor of another shape, a setting."""
 AT_THE_END: dict[str, tuple[str, tuple[str, ...], str]] = {
     "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
@@ -170,7 +170,7 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     assert [path for path in run.path.iterdir() if path.is_dir() and str(path) in error], "the wrong save is gone"
 
 
-@pytest.mark.parametrize("fault", rows(AT_THE_END, AT_THE_END.keys() - REPEATED))
+@pytest.mark.parametrize("fault", rows(AT_THE_END, AT_THE_END.keys() - {"no_stop_token"}))
 def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_run(
     fault: str, recipe: Path, ranks: Ranks
 ) -> None:
