@@ -19,10 +19,9 @@ from sft.errors import EvaluationError, ModelError, RecipeError, RunError
 from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.hub.names import model_path
 from sft.plan.batch import check_batch
-from sft.plan.engine import open_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.resolve import resolve_plan
+from sft.plan.resolve import planned
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.local_code import check_code
 from sft.recipe.schema import Recipe
@@ -72,13 +71,8 @@ def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
 
     With to_run=False, for a plan alone, no model needs to be at hand.
     """
-    recipe, hardware = checked.recipe, checked.hardware
-    model = checked_model(recipe, to_run)
-    deepspeed = open_deepspeed(recipe, hardware, model)
-    plan = resolve_plan(recipe, hardware, model, checked.data, deepspeed)
-    return Job(
-        recipe, hardware, model, deepspeed, plan, checked.data, recipe_path=checked.path, overrides=checked.overrides
-    )
+    case = planned(checked.recipe, checked.hardware, checked_model(checked.recipe, to_run), checked.data)
+    return Job(**vars(case), recipe_path=checked.path, overrides=checked.overrides)
 
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:

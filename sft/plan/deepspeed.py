@@ -191,6 +191,7 @@ def size_buckets(file: DeepSpeedFile, model: ModelFacts, lora: Lora | None = Non
     # transformers would put in the square of hidden_size, which is less than one weight of an MLP.
     # All of a small model in one reduction; never more than is trained.
     bucket = min(LARGEST_BUCKET, model.adapter_parameters(lora) or model.parameters or LARGEST_BUCKET)
+    bucket += bucket % 2  # DeepSpeed asserts that it is even
     sizes = {
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,

@@ -17,13 +17,13 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import divisors
 from sft.plan.case import Case
-from sft.plan.engine import REMEDY, open_deepspeed
+from sft.plan.engine import REMEDY
 from sft.plan.gpus import gpu_words
 from sft.plan.hardware import Hardware, described_hardware
 from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.parallelism import FSDP2
 from sft.plan.plan import DataSize
-from sft.plan.resolve import resolve_plan
+from sft.plan.resolve import planned
 from sft.plan.time import compute_per_token
 from sft.recipe.schema import Recipe
 
@@ -84,7 +84,7 @@ def fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | 
     """Plan a recipe, and propose changes where it does not fit. Raises PlanError where it could not run with any amount of memory."""
     assert hardware.gpu
     endless = replace(hardware, gpu=replace(hardware.gpu, memory_gib=ENDLESS), cpu_memory_gib=ENDLESS)
-    base = replace(planned(recipe, endless, _without_simulation(model), data), model=model)
+    base = replace(planned(recipe, endless, replace(model, config=None), data), model=model)
     try:
         memory = planned(recipe, hardware, model, data).plan.memory_estimate
     except PlanError as error:  # of train.parallel=auto alone: all else was refused above
@@ -92,17 +92,6 @@ def fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | 
         return Fit(lacks, None, tuple(_proposals(base, hardware)))
     assert memory
     return Fit(memory.lack and memory.words, memory, tuple(_proposals(base, hardware)) if memory.lack else ())
-
-
-def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | None) -> Case:
-    """The recipe with its plan. Raises PlanError."""
-    file = open_deepspeed(recipe, hardware, model)
-    return Case(recipe, hardware, model, file, resolve_plan(recipe, hardware, model, data, file), data)
-
-
-def _without_simulation(model: ModelFacts) -> ModelFacts:
-    """The model as one whose activations follow from arithmetic."""
-    return replace(model, config=None)
 
 
 def changed(recipe: Recipe, values: Values) -> Recipe:
@@ -125,7 +114,7 @@ def _fitting(base: Case, hardware: Hardware, values: Values) -> Case | None:
         data = None if any(key.startswith("data.") for key in values) else base.data
         # By arithmetic first, and with room to err: a simulated pass takes seconds.
         roomy = replace(hardware, gpu=replace(hardware.gpu, memory_gib=_ERROR * hardware.gpu.memory_gib))
-        if not _fits(planned(recipe, roomy, _without_simulation(base.model), data)):
+        if not _fits(planned(recipe, roomy, replace(base.model, config=None), data)):
             return None
         case = planned(recipe, hardware, base.model, data)
     except (PlanError, ValueError):

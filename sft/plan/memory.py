@@ -4,8 +4,8 @@ Activations come from a simulated pass (sft/plan/simulation.py), the rest from a
 parameters, N ranks that shard and w bytes a number (2 in bf16 and fp16, 4 in fp32):
 
 model states     the table in `_Sizes.states`: weights, gradients, the optimizer's fp32 weights and two moments
-buffers          DeepSpeed's: two reduce buckets of w x min(5e8, P) in stages 1 and 2; in stage 3 one, and the gathered weights: w x at most
-                 1e9 (stage3_max_live_parameters) + one layer + the embedding. DDP's: a second copy of the gradients
+buffers          DeepSpeed's: two reduce buckets of at most 5e8 numbers, of 4 bytes in stage 1 and w in 2; in stage 3 one, and the gathered
+                 weights: w x at most 1e9 (stage3_max_live_parameters) + one layer + the embedding. DDP's: a second copy of the gradients
 activations      the larger of two peaks: the pass over a micro-batch, and the optimizer's step (what is fp32 only then: a chunk of
                  gradients for sft/parallel/optimizer.py, the shard for ZeRO)
 reserve          1.5 GiB for the CUDA context and NCCL's and cuBLAS's buffers, and 5 % of the memory for fragments
@@ -211,7 +211,7 @@ class _Sizes:
         if self.stage < 3:
             # Under offload each gradient passes through a buffer as large as the largest weight.
             offloaded = self.embedding if self.optimizer_device != "none" else 0
-            return unpacked + self.width * (2 * bucket + offloaded)
+            return unpacked + (4 if self.stage == 1 else self.width) * 2 * bucket + self.width * offloaded
         return unpacked + self.width * bucket + min(self.held, self.width * (LIVE + self.layer + self.embedding))
 
     def activations(self) -> float:

@@ -20,7 +20,7 @@ from sft.plan.batch import (
 from sft.plan.case import Case
 from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.disk import resolve_disk
-from sft.plan.engine import resolve_engine, resolve_memory
+from sft.plan.engine import open_deepspeed, resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
 from sft.plan.memory import estimate_memory
@@ -108,6 +108,12 @@ def resolve_plan(
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, plan)
     return replace(plan, time=resolve_time(case), disk=resolve_disk(case))
+
+
+def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | None) -> Case:
+    """The recipe with its plan. Raises PlanError."""
+    file = open_deepspeed(recipe, hardware, model)
+    return Case(recipe, hardware, model, file, resolve_plan(recipe, hardware, model, data, file), data)
 
 
 def _regularization(recipe: Recipe) -> dict[str, Decision[Any]]:

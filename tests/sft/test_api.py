@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sft
+from sft import api
 from sft.errors import RunError
 from sft.run.directory import Run
 
@@ -74,11 +75,11 @@ def test_a_training_returns_its_run_and_an_evaluation_its_results(tmp_path: Path
     overrides = {
         "output_dir": str(tmp_path), "train.max_steps": 2, "train.save_canary": False, "eval.chat": False, "eval.limit": 2,
     }  # fmt: skip
-    run = sft.train("recipes/tiny.yaml", overrides)
+    run = api.train("recipes/tiny.yaml", overrides)
     assert isinstance(run, Run)
     assert run.record["status"] == "finished"
     assert (run.final / "config.json").is_file()
-    found = sft.evaluate(run.path, {"limit": 3})
+    found = api.evaluate(run.path, {"limit": 3})
     assert found["complete"]
     other = Run(run.path.with_name("copy"))
     shutil.copytree(run.path, other.path)

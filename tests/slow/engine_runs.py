@@ -91,24 +91,13 @@ ENGINES = {
     "4 ZeRO-3": zero(4, "zero3", ALL),
     "4 FSDP2, hybrid": fsdp("sharding_strategy: hybrid_shard", 4, 2, "train.micro_batch_size=1"),
 }
-VERIFIED = (
-    "1",
-    "2 DDP",
-    "2 ZeRO-2",
-    "2 ZeRO-3",
-    "2 FSDP2",
-    "2 tensor parallel",
-    "2 pipeline parallel",
-    "2 ZeRO-2, sequence parallel",
-)
-"""Engines whose saves are verified: the end of each such run loads final/ in a process of its own."""
+VERIFIED = ("1", "2 ZeRO-3", "2 FSDP2", "2 tensor parallel", "2 pipeline parallel")
+"""Engines whose saves are verified, which takes seconds: the end of each such run loads final/ in a process of its own."""
 
 _VERIFIED_KINDS = (
-    "packed, bf16",
     "packed, new tokens",
     "padded, adapters, new tokens",
     "packed, nf4 and adapters",
-    "packed, DoRA",
     "packed, pissa",
 )
 

@@ -51,15 +51,14 @@ def rows(path: Path, lines: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def write_tasks(folder: Path) -> list[Path]:
+def local_tasks(folder: Path) -> dict[str, dict[str, Any]]:
     """ARC, GSM8K, IFEval and a task of BBH as lm_eval defines them, over local files."""
-    folder.mkdir()
     evaluation = DATA / "eval"
     asked = [json.loads(line) for line in (evaluation / "ifeval_input_data.jsonl").read_text().splitlines()]
     asked = [row for row in asked if not any(word in name for name in row["instruction_id_list"] for word in NOT_HERE)]
     navigate = json.loads((evaluation / "bbh" / "navigate.json").read_text())["examples"]
     gsm8k = [json.loads(line) for line in (evaluation / "gsm8k_train.jsonl").read_text().splitlines()[:60]]
-    tasks: dict[str, dict[str, Any]] = {
+    return {
         "arc": choices("arc_challenge_200.jsonl"),
         "gsm8k_local": {
             "dataset_kwargs": {
@@ -108,6 +107,12 @@ def write_tasks(folder: Path) -> list[Path]:
             "metadata": {"version": 1.0},
         },
     }
+
+
+def write_tasks(folder: Path) -> list[Path]:
+    """The files of the tasks."""
+    folder.mkdir()
+    tasks = local_tasks(folder)
     (folder / "ifeval_utils.py").write_text(
         "from lm_eval.tasks.ifeval.utils import agg_inst_level_acc, process_results\n"
     )

@@ -86,6 +86,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.extra  # a training has the same losses with them; and one more family
 def test_loss_and_gradients_are_those_of_plain_layers(
     recipes: dict[str, Path], environment: dict[str, str], command: Any
 ) -> None:

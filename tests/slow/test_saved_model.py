@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 SAVE_FAULTS = REPOSITORY / "tests" / "slow" / "save_faults.py"
 
 SAVED = [
-    *((name, "packed") for name in VERIFIED),
+    *((name, "packed") for name in (*VERIFIED, "2 DDP", "2 ZeRO-2", "2 ZeRO-2, sequence parallel")),
     ("1", "packed, bf16"),
     ("2 ZeRO-2", "packed, bf16"),
     ("2 FSDP2", "packed, bf16"),
@@ -30,7 +30,7 @@ SAVED = [
     ("2 ZeRO-3", "packed, new tokens"),
     ("2 DDP", "padded, adapters, new tokens"),
     ("1", "packed, nf4 and adapters"),
-    ("2 ZeRO-3", "packed, nf4 and adapters"),
+    pytest.param("2 ZeRO-3", "packed, nf4 and adapters", marks=pytest.mark.extra),
     ("2 FSDP2", "packed, nf4 and adapters"),
     ("2 DDP", "packed, DoRA"),
     ("1", "packed, pissa"),
@@ -171,7 +171,7 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     assert [path for path in run.path.iterdir() if path.is_dir() and str(path) in error], "the wrong save is gone"
 
 
-@pytest.mark.parametrize("fault", AT_THE_END)
+@pytest.mark.parametrize("fault", rows(AT_THE_END, AT_THE_END.keys() - {"no_stop_token"}))
 def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_run(
     fault: str, recipe: Path, ranks: Ranks
 ) -> None:

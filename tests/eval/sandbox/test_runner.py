@@ -90,36 +90,79 @@ def doors(tmp_path: Path) -> Iterator[dict[str, Any]]:
     assert secret.stat().st_mode & 0o777 != 0o777
 
 
+BEYOND_LIMITS = {
+    "an endless loop": ("while True: pass", "cpu time"),
+    "an endless loop that ignores signals": (
+        "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",
+        "killed",
+    ),
+    "a fork bomb": (
+        "import os, time\nfor n in range(400):\n    if os.fork() == 0:\n        time.sleep(5)\n        os._exit(0)\ntime.sleep(5)",
+        "processes or memory",  # whichever limit the next look finds passed
+    ),
+    "a thread bomb": (
+        "import threading, time\nfor n in range(99): threading.Thread(target=time.sleep, args=(3,)).start()\n"
+        "time.sleep(3)",
+        "processes",
+    ),
+    "a memory bomb": ("held = bytearray(3 * 2**30)", "memory"),
+    "a memory bomb of several processes": (
+        "import os, time\nfor n in range(5):\n    if os.fork() == 0:\n        held = b'a' * (300 << 20)\n        time.sleep(15)\n"
+        "        os._exit(0)\ntime.sleep(15)\nassert False",
+        "memory",
+    ),
+    "a write of 100 GB": (
+        "with open('large', 'wb') as file:\n    for n in range(100): file.write(bytes(2**20))\n    file.truncate(100 * 10**9)",
+        "failed",
+    ),
+}
+ENDINGS = {
+    "a daemon": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(30)\n    os._exit(0)",
+        "passed",
+    ),
+    "a signal to its parent": ("import os; os.kill(os.getppid(), 9)", "passed"),
+    "a signal to everybody": ("import os; os.kill(-1, 9)", "failed"),
+    "a stop of its parent": ("import os, signal; os.kill(os.getppid(), signal.SIGSTOP)", "passed"),
+    "new namespaces": (
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0\nassert ctypes.CDLL(None).unshare(0x20000) == 0",
+        "failed",
+    ),
+    "sys.exit before the asserts": ("import sys; sys.exit(0)", "failed"),
+    "os._exit before the asserts": ("import os; os._exit(0)", "failed"),
+    "another AssertionError": (
+        "import builtins\nclass AssertionError(BaseException): pass\nbuiltins.AssertionError = KeyError\nassert False",
+        "failed",
+    ),
+    "another excepthook": ("import sys\nsys.excepthook = lambda *_: None\nassert False", "failed"),
+    "a crash": ("import ctypes; ctypes.string_at(0)", "killed"),
+    "all descriptors closed": ("import os; os.closerange(0, 64)", "failed"),
+    # In a folder of its own file system nothing is left of it; elsewhere it has to be removed.
+    "folders three thousand deep": (
+        "import os\nfor n in range(3000): os.mkdir('d'); os.chdir('d')\nassert False",
+        "failed",
+    ),
+    "a process that goes on writing": (
+        "import os, time\nif os.fork() == 0:\n    end = time.time() + 60\n    while time.time() < end:\n"
+        "        for fd in range(3, 64):\n            try: os.write(fd, bytes(65536))\n            except OSError: pass\n"
+        "time.sleep(0.5)\nos._exit(0)",
+        "failed",
+    ),
+    "a temporary file": ("import tempfile\nwith tempfile.TemporaryFile() as file: file.write(b'x')", "passed"),
+    "a name that is missing in an annotation": ("def first(given: List[int]) -> int: return given[0]", "failed"),
+    "a process of its own that leaves": ("import os, sys\nif os.fork() == 0: sys.exit(0)\nos.wait()", "passed"),
+    "a process of its own that comes to the end": ("import os\nif os.fork() == 0: pass\nelse: os.wait()", "passed"),
+    "a process of its own that comes to the end alone": ("import os\nif os.fork(): os._exit(0)", "failed"),
+    "no mistake": ("assert sorted([2, 1]) == [1, 2]", "passed"),
+}
+
+
 def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """What a program does, and how it has to end. Those that pass have done nothing wrong that shows."""
     home, temporary, run = (repr(str(path)) for path in doors["files"])
     secret = repr(str(doors["secret"]))
     looks = "os.environ.get('HF_TOKEN') or [1 for p in os.listdir('/proc') if p.isdigit() for t in [read(p)] if b'hf_thisIs' in t]"
-    return {
-        "an endless loop": ("while True: pass", "cpu time"),
-        "an endless loop that ignores signals": (
-            "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",
-            "killed",
-        ),
-        "a fork bomb": (
-            "import os, time\nfor n in range(400):\n    if os.fork() == 0:\n        time.sleep(5)\n        os._exit(0)\ntime.sleep(5)",
-            "processes or memory",  # whichever limit the next look finds passed
-        ),
-        "a thread bomb": (
-            "import threading, time\nfor n in range(99): threading.Thread(target=time.sleep, args=(3,)).start()\n"
-            "time.sleep(3)",
-            "processes",
-        ),
-        "a memory bomb": ("held = bytearray(3 * 2**30)", "memory"),
-        "a memory bomb of several processes": (
-            "import os, time\nfor n in range(5):\n    if os.fork() == 0:\n        held = b'a' * (300 << 20)\n        time.sleep(15)\n"
-            "        os._exit(0)\ntime.sleep(15)\nassert False",
-            "memory",
-        ),
-        "a write of 100 GB": (
-            "with open('large', 'wb') as file:\n    for n in range(100): file.write(bytes(2**20))\n    file.truncate(100 * 10**9)",
-            "failed",
-        ),
+    reaches = {
         "a write to the home folder": (f"open({home}, 'w').write('x')", "failed"),
         "a write to /tmp": (f"open({temporary}, 'w').write('x')", "passed"),
         "a write to the run": (f"open({run}, 'w').write('x')", "failed"),
@@ -132,44 +175,8 @@ def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
             "passed",
         ),
         "a connection": (f"import socket; socket.create_connection(('127.0.0.1', {doors['port']}), 1)", "failed"),
-        "a daemon": (
-            "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(30)\n    os._exit(0)",
-            "passed",
-        ),
-        "a signal to its parent": ("import os; os.kill(os.getppid(), 9)", "passed"),
-        "a signal to everybody": ("import os; os.kill(-1, 9)", "failed"),
-        "a stop of its parent": ("import os, signal; os.kill(os.getppid(), signal.SIGSTOP)", "passed"),
-        "new namespaces": (
-            "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0\nassert ctypes.CDLL(None).unshare(0x20000) == 0",
-            "failed",
-        ),
-        "sys.exit before the asserts": ("import sys; sys.exit(0)", "failed"),
-        "os._exit before the asserts": ("import os; os._exit(0)", "failed"),
-        "another AssertionError": (
-            "import builtins\nclass AssertionError(BaseException): pass\nbuiltins.AssertionError = KeyError\nassert False",
-            "failed",
-        ),
-        "another excepthook": ("import sys\nsys.excepthook = lambda *_: None\nassert False", "failed"),
-        "a crash": ("import ctypes; ctypes.string_at(0)", "killed"),
-        "all descriptors closed": ("import os; os.closerange(0, 64)", "failed"),
-        # In a folder of its own file system nothing is left of it; elsewhere it has to be removed.
-        "folders three thousand deep": (
-            "import os\nfor n in range(3000): os.mkdir('d'); os.chdir('d')\nassert False",
-            "failed",
-        ),
-        "a process that goes on writing": (
-            "import os, time\nif os.fork() == 0:\n    end = time.time() + 60\n    while time.time() < end:\n"
-            "        for fd in range(3, 64):\n            try: os.write(fd, bytes(65536))\n            except OSError: pass\n"
-            "time.sleep(0.5)\nos._exit(0)",
-            "failed",
-        ),
-        "a temporary file": ("import tempfile\nwith tempfile.TemporaryFile() as file: file.write(b'x')", "passed"),
-        "a name that is missing in an annotation": ("def first(given: List[int]) -> int: return given[0]", "failed"),
-        "a process of its own that leaves": ("import os, sys\nif os.fork() == 0: sys.exit(0)\nos.wait()", "passed"),
-        "a process of its own that comes to the end": ("import os\nif os.fork() == 0: pass\nelse: os.wait()", "passed"),
-        "a process of its own that comes to the end alone": ("import os\nif os.fork(): os._exit(0)", "failed"),
-        "no mistake": ("assert sorted([2, 1]) == [1, 2]", "passed"),
     }
+    return BEYOND_LIMITS | reaches | ENDINGS
 
 
 def test_attacks_do_no_harm(doors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

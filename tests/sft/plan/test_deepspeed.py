@@ -138,6 +138,8 @@ def test_buckets_are_as_large_as_a_layer_at_least_and_never_larger_than_half_a_b
     assert found["stage3_param_persistence_threshold"] == 10 * model.hidden_size
     zero2 = sizes(size_buckets(load_deepspeed("zero2"), model))
     assert zero2 == {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+    # DeepSpeed asserts that they are even.
+    assert set(sizes(size_buckets(load_deepspeed("zero2"), ModelFacts("m", parameters=101))).values()) == {102}
 
 
 def test_without_a_known_size_buckets_are_deepspeeds_own() -> None:

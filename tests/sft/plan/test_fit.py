@@ -7,8 +7,9 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import ModelFacts
-from sft.plan.fit import Fit, changed, describe, fit, planned
+from sft.plan.fit import Fit, changed, describe, fit
 from sft.plan.hardware import Hardware, described_hardware
+from sft.plan.resolve import planned
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from tests.sft.plan.machines import MODELS
@@ -85,8 +86,8 @@ def test_the_smallest_change_is_proposed_and_none_that_holds_it() -> None:
     assert shown(B14, "8x80GB", *no_checkpointing)[0] == "train.gradient_checkpointing=true"
     for words in shown(B14, "8x80GB", *no_checkpointing):
         assert words == "train.gradient_checkpointing=true" or "checkpointing" not in words
-    assert "train.deepspeed=zero1" in shown(B7, "8xH100")
-    assert shown(B7, "8xH100")[0].startswith("train.deepspeed=zero1")
+    assert "train.deepspeed=zero1" in shown(B7, "8xH100-NVL")
+    assert shown(B7, "8xH100-NVL")[0].startswith("train.deepspeed=zero1")
     # Adapters fit, so that a base in 4 bits is no smaller change; where there are adapters already, it is.
     assert "model.lora={}" in shown(B3, "1x24GB")
     assert not any("quantization" in words for words in shown(B3, "1x24GB"))
@@ -117,7 +118,9 @@ def test_costs_are_by_arithmetic() -> None:
 
 
 def test_zero_1_sends_an_all_reduce_and_the_weights_and_ddp_gradients_in_fp32() -> None:
-    cost = next(one.cost for one in fitted(B7, "8xH100")[0].proposals if one.values.get("train.deepspeed") == "zero1")
+    cost = next(
+        one.cost for one in fitted(B7, "8xH100-NVL")[0].proposals if one.values.get("train.deepspeed") == "zero1"
+    )
     sent = [int(word) for word in cost.split() if word.isdigit()]
     assert sent == [round(6 * (B7.parameters or 0) / 1e9), round(8 * (B7.parameters or 0) / 1e9)]
 
