@@ -124,6 +124,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "adapter_scale_zero": ("1", (*LORA, BF16, "train.warmup_steps=100"), "has rank, scale, dropout and DoRA (4, 0.0, "),
     "adapter_renamed": ("2 FSDP2", LORA, "lora_B.weight: is not in the saved model"),
     "adapter_bit": ("2 DDP", LORA, "1 of 512 elements differ, by"),
+    "adapter_bit, stages": ("2 pipeline parallel", LORA, "elements differ, by 4.66e-10 at most\nTraining stops"),
     "embeddings_not_resized": ("1", (NEW,), "has shape [544, 128], in memory [546, 128]"),
     "stale": ("1", (), "elements differ, by"),
     "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
