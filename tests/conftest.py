@@ -1,7 +1,9 @@
+import gc
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,23 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"real data is not at {SHARED}")
     return SHARED
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many KiB; skips the test where only root may."""
+    mounted: list[Path] = []
+
+    def mount(size: int) -> Path:
+        place = tmp_path / f"disk-{size}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(place)]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("only root may mount a small file system")
+        mounted.append(place)
+        return place
+
+    yield mount
+    gc.collect()  # a file that nobody closed is told here
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", "--recursive", str(place)], check=True)

@@ -149,7 +149,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         reshard(self.trainer.model)
         names, problems = distributed.from_rank_0(lambda: read_adapters(folder, model.config, self.job.recipe.model))
         with distributed.barrier_at_end():
-            live = live_adapters(model, names, self.trainer.holds_tensors)
+            live = self.trainer.of_all_stages(live_adapters(model, names, self.trainer.holds_tensors))
             if distributed.is_rank_0():
                 differing, count = compare_tensors(live, folder)
                 found = problems + differing, count

@@ -100,14 +100,13 @@ def pipeline_refusals(case: Case) -> Iterator[str]:
         yield f"{key}, and the model has {layers} layers: each stage needs one. Set it to at most {layers}."
     micro_batches, micro = case.plan.gradient_accumulation_steps.value, case.plan.micro_batch_size.value
     if micro_batches < size:
-        share = micro_batches * micro
-        remedy = (
-            f"Set train.micro_batch_size to at most {share // size}" if share >= size else f"Raise the batch to {size}"
-        )
+        share, batch = micro_batches * micro, size * case.plan.data_parallel_ranks.value
+        smaller = f"Set train.micro_batch_size to at most {share // size}"
+        remedy = smaller if share >= size else f"Raise the batch to at least {batch} sequences"
         yield (
             f"{key} with {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} of {micro} a step: stages would wait "
-            f"{bubble(size, micro_batches):.0%} of the time, and the 1F1B schedule needs at least one micro-batch for each stage. {remedy} "
-            f"or more sequences for each of the {case.plan.data_parallel_ranks.value} pipelines, or use fewer stages."
+            f"{bubble(size, micro_batches):.0%} of the time, and the 1F1B schedule needs one micro-batch for each stage or more. {remedy}, "
+            "or use fewer stages."
         )
     switches = {
         "model.lora.modules_to_save (leave it out)": bool(recipe.model.lora and recipe.model.lora.modules_to_save),

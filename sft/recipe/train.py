@@ -276,12 +276,12 @@ class Train(Optimization):
         tensor, sequence = self.tensor_parallel_size, self.sequence_parallel_size
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each name the engine: give one of them")
-        others = {**engines, "tensor_parallel_size": tensor > 1, "sequence_parallel_size": sequence > 1}
-        found = " and ".join(name for name, value in others.items() if value not in (None, False))
-        if self.pipeline_parallel_size > 1 and found:
+        sizes = {"tensor_parallel_size": tensor, "sequence_parallel_size": sequence}
+        others = [*given, *(f"{name}={size}" for name, size in sizes.items() if size > 1)]
+        if self.pipeline_parallel_size > 1 and others:
             raise ValueError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} does not work with {found}: remove one of them. The GPUs of a stage "
-                "share its batches as DDP does"
+                f"pipeline_parallel_size={self.pipeline_parallel_size} does not work with {' and '.join(others)}: remove one of them. The "
+                "GPUs of a stage share its batches as DDP does"
             )
         if tensor > 1 and self.deepspeed is not None:
             raise ValueError(

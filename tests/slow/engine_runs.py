@@ -260,7 +260,7 @@ class _Lock:
 
 def lines(run: Run) -> list[dict[str, Any]]:
     """What metrics.jsonl says, without what depends on the clock or the machine."""
-    timed = ("seconds", "per_second", "memory", "mfu")
+    timed = ("seconds", "per_second", "peak", "mfu")
     found = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     return [{key: value for key, value in line.items() if not any(word in key for word in timed)} for line in found]
 

@@ -3,8 +3,7 @@
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,18 +44,11 @@ def undisturbed(recipe: Path, ranks: Ranks) -> Run:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, undisturbed: Run) -> Iterator[Path]:
+def disk(small_disk: Callable[[int], Path], undisturbed: Run) -> Path:
     """A small disk of its own, on which the data is prepared already."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "none", folder], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    folder = small_disk(40 * 1024)
     shutil.copytree(undisturbed.path.parents[1] / ".prepared", folder / ".prepared")
-    yield folder
-    subprocess.run(["umount", "--recursive", folder], check=True)
+    return folder
 
 
 def test_without_a_save_strategy_there_is_only_final(recipe: Path, undisturbed: Run, ranks: Ranks) -> None:

@@ -54,7 +54,7 @@ def test_ranks_that_wait_in_c_for_a_rank_that_is_gone_are_ended_at_once(
     fault_of_rank_1 = {"AT": "step 3, micro-batch 1", "ON": "1", "DO": fault, "OTHERS": "wait in C"}
     began = time.monotonic()
     printed = command([*launcher_of(0, ranks=2), recipe], expect=status, PYTHONPATH=str(REPOSITORY), **fault_of_rank_1)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 150
     message = (
         "Rank 1 on .* was ended by signal 9" if fault == "SIGKILL" else "Rank 1 ran out of GPU memory while step 3"
     )

@@ -3,8 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,25 +71,13 @@ def test_two_machines_that_differ_are_both_told_how(recipe: Path, tmp_path: Path
         assert "(rank 1) does not see what" in printed and f"writes into {outputs}" in printed
 
 
-@contextmanager
-def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
-    """A disk of its own at a folder; skips the test where mounting is not allowed."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_a_full_disk_is_reported_before_anything_is_started(recipe: Path, tmp_path: Path, ranks: Ranks) -> None:
-    with small_disk(tmp_path, 12):
-        printed = ranks.run(1, ["sft.launch", recipe, f"output_dir={tmp_path}"], expect=2, NPROC="2")
+def test_a_full_disk_is_reported_before_anything_is_started(
+    recipe: Path, small_disk: Callable[[int], Path], ranks: Ranks
+) -> None:
+    disk = small_disk(12 * 1024)
+    printed = ranks.run(1, ["sft.launch", recipe, f"output_dir={disk}"], expect=2, NPROC="2")
     assert re.search(r"disk: needed are 2 checkpoints of 6.8 MB.* MB free", printed["stderr"])
-    assert str(tmp_path) in printed["stderr"]
+    assert str(disk) in printed["stderr"]
     assert "Traceback" not in printed["stderr"]
     assert "torchrun" not in printed["stdout"]
 

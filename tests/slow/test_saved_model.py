@@ -30,7 +30,7 @@ SAVED = [
     ("2 ZeRO-3", "packed, new tokens"),
     ("2 DDP", "padded, adapters, new tokens"),
     ("1", "packed, nf4 and adapters"),
-    ("2 ZeRO-3", "packed, nf4 and adapters"),
+    pytest.param("2 ZeRO-3", "packed, nf4 and adapters", marks=pytest.mark.extra),
     ("2 FSDP2", "packed, nf4 and adapters"),
     ("2 DDP", "packed, DoRA"),
     ("1", "packed, pissa"),
@@ -124,6 +124,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "adapter_scale_zero": ("1", (*LORA, BF16, "train.warmup_steps=100"), "has rank, scale, dropout and DoRA (4, 0.0, "),
     "adapter_renamed": ("2 FSDP2", LORA, "lora_B.weight: is not in the saved model"),
     "adapter_bit": ("2 DDP", LORA, "1 of 512 elements differ, by"),
+    "adapter_bit, stages": ("2 pipeline parallel", LORA, "elements differ, by 4.66e-10 at most\nTraining stops"),
     "embeddings_not_resized": ("1", (NEW,), "has shape [544, 128], in memory [546, 128]"),
     "stale": ("1", (), "elements differ, by"),
     "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
@@ -170,7 +171,7 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     assert [path for path in run.path.iterdir() if path.is_dir() and str(path) in error], "the wrong save is gone"
 
 
-@pytest.mark.parametrize("fault", AT_THE_END)
+@pytest.mark.parametrize("fault", rows(AT_THE_END, AT_THE_END.keys() - {"no_stop_token"}))
 def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_run(
     fault: str, recipe: Path, ranks: Ranks
 ) -> None:

@@ -1,11 +1,9 @@
-import gc
 import json
 import os
 import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,26 +213,6 @@ def test_conversations_without_a_chat_template_are_one_message(make: Make, demo:
     write(path, [{"prompt": "a", "completion": "b"}])
     train = f"data.train=[{{path: {path}, chat: false}}]"
     assert prepared(make(train, f"model.name_or_path={model}")).ledger["total"]["rows"]["used"] == 1
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """A file system of so many KiB."""
-    mounted: list[Path] = []
-
-    def mount(size: int) -> Path:
-        place = tmp_path / f"disk-{size}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(place)]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("only root may mount a small file system")
-        mounted.append(place)
-        return place
-
-    yield mount
-    gc.collect()  # a file that nobody closed is told here
-    for place in mounted:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 @pytest.mark.parametrize(

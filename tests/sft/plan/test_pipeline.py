@@ -80,7 +80,7 @@ def test_the_plan_counts_the_memory_of_each_stage(make_recipe: MakeRecipe) -> No
 REFUSED = {
     STAGES + "8": "and the model has 6 layers: each stage needs one. Set it to at most 6",
     STAGES + "4 train.micro_batch_size=4": "with 2 micro-batches of 4 a step: stages would wait 60% of the time",
-    STAGES + "4 train.global_batch_size=2": "Raise the batch to 4",
+    STAGES + "4 train.global_batch_size=2": "Raise the batch to at least 4 sequences, or use fewer stages",
     STAGES
     + "2 model={name_or_path: m, lora: {modules_to_save: [lm_head]}}": "model.lora.modules_to_save (leave it out)",
     STAGES

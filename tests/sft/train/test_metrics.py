@@ -45,7 +45,7 @@ class Steps:
     ) -> None:
         accelerator = SimpleNamespace(device="cpu", gather=lambda of_ranks: of_ranks)
         self.tick, self.accelerator, self.clock, self.work = tick, accelerator, StepClock(on_gpu=False), WorkSum()
-        trainer: Any = SimpleNamespace(clock=self.clock, work=self.work)
+        trainer: Any = SimpleNamespace(clock=self.clock, work=self.work, of_engine=dict)
         self.metrics = Metrics(trainer, Run(folder), hardware, {})
         self.state = TrainerState(global_step=start, max_steps=20, save_steps=0, is_world_process_zero=True)
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
