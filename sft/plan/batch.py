@@ -11,6 +11,7 @@ from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
 from sft.plan.hardware import Hardware
+from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.plan import DataSize, Decision, TuningResult, stated
 from sft.recipe.schema import Recipe
 
@@ -119,16 +120,16 @@ def split_batch(
     sequences: int,
     attention: str,
     tuned: TuningResult | None = None,
-    fits: Callable[[int], bool] = lambda size: True,
+    memory_with: Callable[[int], MemoryEstimate | None] = lambda size: None,
 ) -> tuple[Decision[int], Decision[int], Decision[int]]:
     """Sequences of a forward pass on one rank, forward passes per optimizer step, and slots of a step that stay empty.
 
-    Their product with the ranks is the batch, or with train.remainder=fill the next larger number that it can be. `fits` says of a
-    micro-batch whether the memory holds it. Raises PlanError.
+    Their product with the ranks is the batch, or with train.remainder=fill the next larger number that it can be. `memory_with`
+    estimates what a micro-batch needs. Raises PlanError.
     """
     check_batch(recipe, hardware)
     ranks = resolve_data_parallel_ranks(recipe, hardware).value
-    micro = _micro_batch(recipe, hardware, ceil(sequences / ranks), attention, tuned, fits)
+    micro = _micro_batch(recipe, hardware, ceil(sequences / ranks), attention, tuned, memory_with)
     accumulation = ceil(ceil(sequences / ranks) / micro.value)
     slots = micro.value * accumulation * ranks
     empty = Decision(0, "the batch divides")
@@ -149,7 +150,7 @@ def _micro_batch(
     share: int,
     attention: str,
     tuned: TuningResult | None,
-    fits: Callable[[int], bool],
+    memory_with: Callable[[int], MemoryEstimate | None],
 ) -> Decision[int]:
     stated_size = recipe.train.micro_batch_size
     if stated_size != "auto":
@@ -163,7 +164,7 @@ def _micro_batch(
         budget = min(budget, max(1, share // (4 * stages)) * recipe.sequence_length)
         why = f"{why}, and four micro-batches for each of {stages} stages"
     sizes = [one for one in reversed(divisors(share)) if one == 1 or one * recipe.sequence_length <= budget]
-    size = next((one for one in sizes if fits(one)), 1)
+    size = next((one for one in sizes if (need := memory_with(one)) is None or need.lack is None), 1)
     full = f"; {sizes[0]} would not fit" if size < sizes[0] else ""
     failed = f"; {tuned.reason}" if tuned else ""
     reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){full}{failed}"

@@ -6,6 +6,7 @@ A pure function of plain values: it reads no environment and does not change the
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -59,19 +60,8 @@ def resolve_plan(
     precision = resolve_precision(recipe, hardware, model)
     attention = resolve_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
     checkpointing = resolve_checkpointing(recipe, hardware, deepspeed, tuned)
-
-    def memory_with(micro_batch_size: int) -> MemoryEstimate | None:
-        decided = {"micro_batch_size": micro_batch_size, "gradient_checkpointing": checkpointing.value}
-        train = recipe.train.model_copy(update=decided)
-        attends = recipe.model.model_copy(update={"attn_implementation": attention.value})
-        changed = recipe.model_copy(update={"train": train, "model": attends})
-        return estimate_memory(changed, hardware, model, deepspeed)
-
-    def fits(micro_batch_size: int) -> bool:
-        estimate = memory_with(micro_batch_size)
-        return estimate is None or estimate.lack is None
-
-    micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned, fits)
+    memory_with = partial(_memory_with, recipe, hardware, model, deepspeed, checkpointing.value, attention.value)
+    micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned, memory_with)
     expected = _expectations(recipe, batch.value, data)
     warmup = resolve_warmup(recipe, expected["max_steps"].value)
     estimate = memory_with(micro.value)
@@ -103,17 +93,39 @@ def resolve_plan(
         **_regularization(recipe),
         **expected,
     )
-    case = Case(recipe, hardware, model, deepspeed, plan, data)
+    return _checked(Case(recipe, hardware, model, deepspeed, plan, data))
+
+
+def _checked(case: Case) -> Plan:
+    """The plan with its time and disk. Raises PlanError if it cannot run."""
     refuse(case)
-    if deepspeed is not None:
-        check_deepspeed(deepspeed, recipe, plan)
-    return replace(plan, time=resolve_time(case), disk=resolve_disk(case))
+    if case.deepspeed is not None:
+        check_deepspeed(case.deepspeed, case.recipe, case.plan)
+    return replace(case.plan, time=resolve_time(case), disk=resolve_disk(case))
 
 
 def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | None) -> Case:
     """The recipe with its plan. Raises PlanError."""
     file = open_deepspeed(recipe, hardware, model)
     return Case(recipe, hardware, model, file, resolve_plan(recipe, hardware, model, data, file), data)
+
+
+def _memory_with(
+    recipe: Recipe,
+    hardware: Hardware,
+    model: ModelFacts,
+    deepspeed: DeepSpeedFile | None,
+    checkpointing: bool | int | str,
+    attention: str,
+    micro_batch_size: int,
+) -> MemoryEstimate | None:
+    """What the recipe needs, with what is decided so far."""
+    train = {"micro_batch_size": micro_batch_size, "gradient_checkpointing": checkpointing}
+    decided = {
+        "train": recipe.train.model_copy(update=train),
+        "model": recipe.model.model_copy(update={"attn_implementation": attention}),
+    }
+    return estimate_memory(recipe.model_copy(update=decided), hardware, model, deepspeed)
 
 
 def _regularization(recipe: Recipe) -> dict[str, Decision[Any]]:
