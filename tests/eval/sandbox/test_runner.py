@@ -16,7 +16,6 @@ import time
 import venv
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,12 @@ SHORT = replace(LIMITS, cpu_seconds=1, wall_seconds=20.0)
 SECRET = "hf_thisIsWhatNobodyMayRead00"
 
 
-def leftovers() -> list[psutil.Process]:
-    """Processes that this one has started and that still run."""
-    tracker = resource_tracker._resource_tracker._pid  # multiprocessing's, once another test has used that
-    return [one for one in psutil.Process().children(recursive=True) if one.pid != tracker]
+@pytest.fixture(autouse=True)
+def _leaves_no_process() -> Iterator[None]:
+    """What a test has started is gone at its end; other tests of the session may have left processes of their own."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -186,7 +187,6 @@ def test_attacks_do_no_harm(doors: dict[str, Any], monkeypatch: pytest.MonkeyPat
     endings = {name: (one.ending, one.detail) for name, one in zip(programs, outcomes, strict=True)}
     wrong = {name: ending for name, ending in endings.items() if ending[0] not in programs[name][1].split(" or ")}
     assert not wrong
-    assert leftovers() == []
 
 
 def test_a_killed_evaluation_leaves_no_process() -> None:
@@ -241,7 +241,6 @@ def test_without_a_sandbox_nothing_runs_unless_it_was_allowed(
     programs = ["x = 1", "assert False", "while True: pass", "held = bytearray(3 * 2**30)", "import os; os._exit(0)"]
     outcomes = run_programs(programs, SHORT)
     assert [one.ending for one in outcomes] == ["passed", "failed", "cpu time", "memory", "failed"]
-    assert leftovers() == []
 
 
 def test_what_cannot_be_run_is_no_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -356,7 +355,6 @@ def test_wrong_answers_score_0_and_an_attack_costs_its_own_document_only(
     mean, each = score(tasks, given, limit=len(chosen))
     assert each == [0.0, 1.0] * len(answers)
     assert mean == 0.5
-    assert leftovers() == []
 
 
 def test_the_task_that_the_docs_show_is_scored_within_the_limits(tmp_path: Path, settings: Any) -> None:
