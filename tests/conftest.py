@@ -96,6 +96,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         return place
 
     yield mount
-    gc.collect()  # a file that nobody closed is told here
+    gc.collect()  # reports files that nobody closed
     for place in mounted:
         subprocess.run(["umount", "--lazy", "--recursive", str(place)], check=True)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sft.files import write_json
 from sft.hub.demo import make_demo
@@ -300,3 +301,22 @@ def assert_identical(run: Run, other: Run) -> None:
     assert lines(run) == lines(other)
     assert run.record["train_loss"] == other.record["train_loss"]
     assert_same_weights(run, other, 0)
+
+
+def make_qwen3(demo: Path, folder: Path, layers: int) -> Path:
+    """A random Qwen3, with norms inside heads and an output head of its own, beside the demo's tokenizer."""
+    config = Qwen3Config(
+        vocab_size=json.loads((demo / "config.json").read_text())["vocab_size"],
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder

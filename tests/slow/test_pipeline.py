@@ -1,17 +1,21 @@
 """Pipeline stages where the matrix of engines does not reach: more stages than the demo has layers, signals, packs of uneven length."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import losses
-from tests.slow.engine_runs import STEPS, EngineRuns, assert_same_training, assert_same_weights, lines, norms
+from tests.slow.engine_runs import (
+    STEPS,
+    EngineRuns,
+    assert_same_training,
+    assert_same_weights,
+    lines,
+    make_qwen3,
+    norms,
+)
 from tests.slow.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -21,21 +25,7 @@ FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
 @pytest.mark.extra
 def test_four_stages_of_an_untied_model_train_as_one_process_does(runs: EngineRuns) -> None:
     """With norms inside heads, the output head apart, and micro-batches of two packs whose lengths differ."""
-    demo, model = Path(runs("1").record["base_model"]["path"]), runs.folder / "four-layers"
-    config = Qwen3Config(
-        vocab_size=json.loads((demo / "config.json").read_text())["vocab_size"],
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    shutil.copytree(demo, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    Qwen3ForCausalLM(config).save_pretrained(model)
+    model = make_qwen3(Path(runs("1").record["base_model"]["path"]), runs.folder / "four-layers", layers=4)
     words = (f"model.name_or_path={model}", "train.max_steps=20")
     runs.train("1", "packed", "four-alone", *words)
     runs.train("4 pipeline parallel, 2 x 2", "packed", "four", *words, "train.pipeline_parallel_size=4")

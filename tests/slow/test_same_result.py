@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.data.prepared import entry_folder
@@ -32,6 +32,7 @@ from tests.slow.engine_runs import (
     assert_same_training,
     assert_same_weights,
     lines,
+    make_qwen3,
     norms,
 )
 from tests.slow.ranks import Ranks
@@ -160,21 +161,7 @@ def test_the_eval_loss_is_that_of_each_row_alone(runs: EngineRuns) -> None:
 
 def test_norms_inside_heads_that_ranks_share_get_each_micro_batch_once(runs: EngineRuns) -> None:
     """transformers sums their gradients over ranks again with each micro-batch of a step."""
-    demo, model = make_model_folder(runs), runs.folder / "normed"
-    config = Qwen3Config(
-        vocab_size=json.loads((demo / "config.json").read_text())["vocab_size"],
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    shutil.copytree(demo, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    Qwen3ForCausalLM(config).save_pretrained(model)
+    model = make_qwen3(make_model_folder(runs), runs.folder / "normed", layers=2)
     short = (f"model.name_or_path={model}", "train.max_steps=6")
     runs.train("1", "packed", "normed-alone", *short)
     runs.train("2 tensor parallel", "packed", "normed", *short)
