@@ -15,7 +15,8 @@ from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks,
 from eval.report.formats import Code, Link, code, counted, duration, number, words
 from eval.report.run_files import RunFiles, data_names, method, model_name, value_at
 from eval.report.training import during_blocks, training_blocks
-from sft.recipe.schema import REPOSITORY
+from sft.program import shown_command
+from sft.recipe.schema import REPOSITORY, SHIPPED
 
 Files = TypeVar("Files")
 
@@ -120,8 +121,7 @@ def _why_not_evaluated(files: RunFiles) -> str:
         done = [name for name in ("base", "tuned") if (files.run.path / "eval" / name / "results.json").is_file()]
         measured = f"Measured so far: {' and '.join(done)}." if done else "Nothing has been measured."
         script, reason = "eval", f"{measured} To measure what is missing:"
-    command = shlex.join(["bash", f"scripts/{script}.sh", str(files.run.path)])
-    return f"There is no comparison of base and tuned. {reason} {command}"
+    return f"There is no comparison of base and tuned. {reason} {shown_command(script, str(files.run.path))}"
 
 
 def _evaluation(files: RunFiles) -> list[Block]:
@@ -243,18 +243,21 @@ def _rerun(files: RunFiles) -> list[Block]:
     if not files.at("recipe_path"):
         return [text("The command is missing.")]
     path, folder, commit = Path(files.at("recipe_path")), files.at("working_directory"), files.at("git.commit")
-    shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
-    script, commands, repository = "scripts/sft.sh", [], "git"
-    if folder and shown == path:  # a recipe outside the repository: its paths are relative to where it was started
-        script, repository = str(REPOSITORY / script), f"git -C {shlex.quote(str(REPOSITORY))}"
+    shown = path.relative_to(SHIPPED) if path.is_relative_to(SHIPPED) else path
+    from_wheel = not (REPOSITORY / "scripts").is_dir()
+    start, commands, repository = ["bash", "scripts/sft.sh"], [], "git"
+    if folder and (shown == path or from_wheel):  # relative paths begin where it was started
+        start, repository = ["bash", str(REPOSITORY / start[1])], f"git -C {shlex.quote(str(REPOSITORY))}"
         commands.append(f"cd {shlex.quote(str(folder))}")
     if commit:
         commands.append(f"{repository} checkout {commit}")
-    commands.append(shlex.join(["bash", script, str(shown), *map(str, files.at("overrides") or [])]))
+    commands.append(
+        shlex.join([*(["sft", "train"] if from_wheel else start), str(shown), *map(str, files.at("overrides") or [])])
+    )
     again: list[Any] = ["To rerun from this directory, which reports what has changed since: "]
-    again += [Code(f"bash scripts/sft.sh {files.run.path}"), "."]
+    again += [Code(shown_command("sft", str(files.run.path))), "."]
     if files.comparison:
-        again += [" To measure both models again: ", Code(f"bash scripts/eval.sh {files.run.path}"), "."]
+        again += [" To measure both models again: ", Code(shown_command("eval", str(files.run.path))), "."]
     if files.run.recipe_file.is_file():
         again = ["The recipe: ", Link("recipe.yaml"), ". ", *again]
     dirty = "The repository had uncommitted changes, so the commit alone may not give the same result."
