@@ -14,17 +14,19 @@ from sft.run.record import installed_versions
 IN_WHEEL = {"recipes": "sft/shipped/recipes", "ds_configs": "sft/shipped/ds_configs"}
 LIST_FILES = """
 import json
+import setuptools
 from distutils.core import run_setup
 
 package = run_setup("setup.py", stop_after="init")
 package.parse_config_files()
-command = package.get_finalized_command("build_py")
+command = package.get_command_obj("build_py")
+command.ensure_finalized()
 print(json.dumps([command.build_lib, command.get_outputs(include_bytecode=False)]))
 """
 
 
 def test_a_wheel_has_every_file_of_the_packages_and_the_shipped_folders() -> None:
-    words = [sys.executable, "-W", "ignore", "-c", f"import setuptools{LIST_FILES}"]
+    words = [sys.executable, "-W", "ignore", "-c", LIST_FILES]
     printed = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     built, files = json.loads(printed.splitlines()[-1])
     wanted = set()

@@ -131,6 +131,5 @@ def test_a_shipped_recipe_trains_outside_of_the_checkout(installed: Path, tmp_pa
         "model_name_or_path: a/b\ndataset_name: c/d\nlearning_rate: 1e-5\ndeepspeed: zero2.json\n"
     )
     assert "ds_configs/zero2.json" in sft(installed, folder, "convert", "trl.yaml", "--gpus", "2")
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [".git", "exports", "faq.csv", "faq.yaml", "faq_eval", "given", "outputs", "trl.yaml"]
-    ) or "exports" not in {path.name for path in folder.iterdir()}
+    made = {path.name for path in folder.iterdir()}
+    assert made == {".git", "faq.csv", "faq.yaml", "faq_eval", "given", "outputs", "trl.yaml"}
