@@ -15,6 +15,7 @@ from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks,
 from eval.report.formats import Code, Link, code, counted, duration, number, words
 from eval.report.run_files import RunFiles, data_names, method, model_name, value_at
 from eval.report.training import during_blocks, training_blocks
+from sft.data.ledger import MEANT
 from sft.recipe.schema import REPOSITORY
 
 Files = TypeVar("Files")
@@ -100,7 +101,8 @@ def _attention(files: RunFiles) -> list[Block]:
     if faults := files.at("nonfinite"):
         lines.append(f"The loss or gradient was not finite at {counted(len(faults), 'step')}.")
     tokens = files.tokens()
-    lost = tokens.get("truncated", 0) + tokens.get("dropped", 0)
+    dropped = value_at(files.ledger, "total.tokens_dropped") or {}
+    lost = tokens.get("truncated", 0) + sum(count for reason, count in dropped.items() if reason not in MEANT)
     if lost > 0.01 * tokens.get("in", 0):
         lines.append(f"{lost:,} of {tokens['in']:,} tokens were truncated or dropped: see Data.")
     balance, balanced = _balance(files)
