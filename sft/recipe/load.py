@@ -293,7 +293,6 @@ def _wrong_value(problem: Any, where: str) -> str:
     text = text.replace("input should be", "must be").replace("a valid array", "a list")
     if where in ("data.train", "data.held_out") and isinstance(value, dict):
         text += "; one source is a list, too: [{path: ...}]"
-    inner = {"model": "name_or_path"}.get(where, "path" if where.startswith("data.") else None)
-    if inner and problem["type"] == "model_type" and isinstance(value, str):
-        text += f"; write {{{inner}: {value}}}"
+    if where == "model" and problem["type"] == "model_type" and isinstance(value, str):
+        text += f"; write {{name_or_path: {value}}}"
     return text

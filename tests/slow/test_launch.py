@@ -83,6 +83,7 @@ def test_one_process_that_failed_restarts_as_one_process(recipe: Path, command: 
     assert (run.record["status"], steps(run)) == ("finished", list(range(1, 7)))
 
 
+@pytest.mark.extra  # a cut link (test_two_hosts.py) ends a real one; this is NCCL's way of saying it
 def test_a_rank_that_nccls_watchdog_has_aborted_is_one_message(recipe: Path, command: Command) -> None:
     words, fault = (
         [*launcher_of(0, ranks=2), recipe, "train.ddp_timeout=60"],

@@ -155,6 +155,13 @@ def test_mistakes_in_a_list_of_sources_are_told_by_position() -> None:
     ]
 
 
+def test_a_path_in_a_list_is_a_source() -> None:
+    train = parse_recipe(PLAIN, ["data.train=[a.jsonl, {path: b.jsonl, epochs: 2}]", "data.held_out=[c.jsonl]"]).data
+    assert [(one.path, one.epochs) for one in train.train] == [("a.jsonl", 1), ("b.jsonl", 2)]  # type: ignore[union-attr]
+    assert [one.path for one in train.held_out] == ["c.jsonl"]  # type: ignore[union-attr]
+    assert mistakes(PLAIN, "data.train=[a.jsonl, 3]") == ["data.train.1: must be an object, got 3"]
+
+
 @pytest.mark.parametrize(("version", "remedy"), [(2, "Update the program"), (0, "There is no version 0")])
 def test_a_file_of_another_format_is_refused_before_its_keys_are_judged(version: int, remedy: str) -> None:
     text = PLAIN.replace("schema_version: 1", f"schema_version: {version}\nkey_of_the_future: 1")
