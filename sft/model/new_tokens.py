@@ -137,6 +137,8 @@ def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_token
 
 def _made_up(weight: Any, special: list[int], ordinary: list[int], vocabulary: set[int]) -> list[int]:
     """The special tokens whose rows are nearly another special token's, a spare one, or the mean of the ordinary ones."""
+    if weight.is_meta:  # on this rank
+        return []
     with torch.no_grad(), _gathered(weight):
         rows = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         spare = [row for row in range(len(rows)) if row not in vocabulary][:1]

@@ -41,41 +41,48 @@ class Elsewhere(torch.nn.Module):
         return hidden_states if arrived is None else arrived
 
 
-def take_stage(model: Any, stages: tuple[range, ...], index: int) -> bool:
-    """Remove the layers of all stages but one; embeddings stay with the first, norm and output head with the last.
-
-    Returns:
-        Whether the embedding is tied: then it stays with the last stage, too, where it is the head.
+def of_other_stages(causal: Any, stages: tuple[range, ...], index: int) -> list[str]:
+    """Names of the modules that a stage does without: embeddings are with the first, norm and output head with the last, and tied
+    embeddings with both.
 
     Raises:
-        ModelError: The model's layers are not where transformers' decoders have them; rows of its embeddings are trained beside adapters; a
-            stage has nothing to train.
+        ModelError: The model's layers are not where transformers' decoders have them.
     """
-    causal, backbone = _parts(model)
-    key = f"train.pipeline_parallel_size={len(stages)}"
-    layers, head = getattr(backbone, "layers", []), causal.get_output_embeddings()
+    backbone, embedding, head = causal.base_model, causal.get_input_embeddings(), causal.get_output_embeddings()
+    layers = getattr(backbone, "layers", [])
     if len(layers) != stages[-1].stop or not hasattr(backbone, "norm") or head is None:
         raise ModelError(
-            f"{key}: {type(causal).__name__} has no list of {stages[-1].stop} layers between embedding, norm and head. Set it to 1."
+            f"train.pipeline_parallel_size={len(stages)}: {type(causal).__name__} has no list of {stages[-1].stop} layers between "
+            "embedding, norm and head. Set it to 1."
         )
+    is_first, is_last = index == 0, index == len(stages) - 1
+    is_end_of_tied = head.weight is embedding.weight and (is_first or is_last)
+    without = {layer for number, layer in enumerate(layers) if number not in stages[index]}
+    without |= set() if is_last else {backbone.norm}
+    without |= set() if is_first or is_end_of_tied else {embedding}
+    without |= set() if is_last or is_end_of_tied else {head}
+    return [name for name, module in causal.named_modules() if module in without]
+
+
+def take_stage(model: Any, stages: tuple[range, ...], index: int) -> None:
+    """Remove what belongs to other stages.
+
+    Raises:
+        ModelError: As in `of_other_stages`; rows of the embeddings are trained beside adapters; the stage has nothing to train.
+    """
+    causal, _ = _parts(model)
+    key = f"train.pipeline_parallel_size={len(stages)}"
     if hasattr(causal.get_input_embeddings(), "token_adapter"):
         raise ModelError(
             f"{key} with embeddings that are trained row by row beside adapters is untested. Set model.lora=null."
         )
-    tied, is_last = head.weight is causal.get_input_embeddings().weight, index == len(stages) - 1
-    for number in set(range(len(layers))) - set(stages[index]):
-        layers[number] = Elsewhere(layers[number])
-    if index > 0 and not (tied and is_last):
-        causal.set_input_embeddings(Elsewhere(causal.get_input_embeddings()))
-    if not is_last:
-        backbone.norm = Elsewhere(backbone.norm)
-        causal.set_output_embeddings(Elsewhere(head))
+    for name in of_other_stages(causal, stages, index):
+        causal.set_submodule(name, Elsewhere(causal.get_submodule(name)))
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError(
             f"{key}: nothing is trained in stage {index + 1}, layers {stages[index][0]} to {stages[index][-1]}. Use fewer stages, or train "
             "more layers (model.freeze, model.lora)."
         )
-    return tied
 
 
 def _parts(model: Any) -> tuple[Any, Any]:
@@ -183,11 +190,10 @@ class Pipeline(torch.nn.Module):
     Args:
         model: After `take_stage`, on the rank's device.
         stages: The layers of each.
-        tied: Whether the first stage's embedding is the last one's output head.
         device: The rank's.
     """
 
-    def __init__(self, model: Any, stages: tuple[range, ...], tied: bool, device: torch.device) -> None:
+    def __init__(self, model: Any, stages: tuple[range, ...], device: torch.device) -> None:
         super().__init__()
         count, replicas = len(stages), dist.get_world_size() // len(stages)
         mesh = init_device_mesh(device.type, (count, replicas), mesh_dim_names=("stage", "replica"))
@@ -195,12 +201,14 @@ class Pipeline(torch.nn.Module):
         index, self.replica = place(count)
         self.module, self.part = model, Part(model, stages, index)
         self.stage = Stage(self.part, device, self.group)
-        self.tied: torch.Tensor | None = None
-        if tied:
-            ends = [[one, (count - 1) * replicas + one] for one in range(replicas)]
-            self._ends, _ = dist.new_subgroups_by_enumeration(ends)  # type: ignore[no-untyped-call]
-            has_it = self.stage.is_first or self.stage.is_last
-            self.tied = self.part.causal.get_input_embeddings().weight if has_it else None
+        ends = [[one, (count - 1) * replicas + one] for one in range(replicas)]
+        self._ends, _ = dist.new_subgroups_by_enumeration(ends)  # type: ignore[no-untyped-call]
+        causal = self.part.causal
+        embedding, head = (
+            getattr(one(), "weight", None) for one in (causal.get_input_embeddings, causal.get_output_embeddings)
+        )
+        self.tied = embedding if embedding is head else None
+        """In the first stage and the last the embedding's weight, where it is the output head's, too."""
         # The first collective connects all ranks of the group, which point-to-point messages alone never do.
         dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
