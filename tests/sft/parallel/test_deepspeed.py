@@ -89,6 +89,6 @@ def test_offload_to_a_disk_is_refused_without_libaio(lock: Path, monkeypatch: py
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(PlanError, match="finds no libaio.h.*libaio-dev.*zero3_offload"):
+    with pytest.raises(PlanError, match=r"finds no libaio\.h.*libaio-dev.*zero3_offload"):
         prepare_builds(["cpu_adam", "async_io"])
     prepare_builds(["cpu_adam"])
