@@ -43,7 +43,7 @@ class CommandFailed(Exception):
 
 def load_recipe(recipe: str | Path, overrides: Overrides = ()) -> Recipe:
     """Read and validate a recipe. Raises RecipeError with all that is wrong, in one message."""
-    return load.load_recipe(load.find_file(str(recipe)), _words(overrides))
+    return load.load_recipe(load.find_recipe(str(recipe)), _words(overrides))
 
 
 def plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -> Plan:

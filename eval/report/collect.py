@@ -5,7 +5,6 @@ Files that are missing or broken never stop the reader: the section that they be
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +13,8 @@ from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks,
 from eval.report.formats import Code, Link, code, counted, duration, number, words
 from eval.report.run_files import RunFiles, data_names, method, model_name, value_at
 from eval.report.training import during_blocks, training_blocks
+from sft.data.ledger import MEANT
+from sft.program import shown_command
 
 Files = TypeVar("Files")
 
@@ -92,7 +93,8 @@ def _attention(files: RunFiles) -> list[Block]:
     if faults := files.at("nonfinite"):
         lines.append(f"The loss or gradient was not finite at {counted(len(faults), 'step')}.")
     tokens = files.tokens()
-    lost = tokens.get("truncated", 0) + tokens.get("dropped", 0)
+    dropped = value_at(files.ledger, "total.tokens_dropped") or {}
+    lost = tokens.get("truncated", 0) + sum(count for reason, count in dropped.items() if reason not in MEANT)
     if lost > 0.01 * tokens.get("in", 0):
         lines.append(f"{lost:,} of {tokens['in']:,} tokens were truncated or dropped: see Data.")
     balance, balanced = _balance(files)
@@ -112,8 +114,7 @@ def _why_not_evaluated(files: RunFiles) -> str:
         done = [name for name in ("base", "tuned") if (files.run.path / "eval" / name / "results.json").is_file()]
         measured = f"Measured so far: {' and '.join(done)}." if done else "Nothing has been measured."
         script, reason = "eval", f"{measured} To measure what is missing:"
-    command = shlex.join(["bash", f"scripts/{script}.sh", str(files.run.path)])
-    return f"There is no comparison of base and tuned. {reason} {command}"
+    return f"There is no comparison of base and tuned. {reason} {shown_command(script, str(files.run.path))}"
 
 
 def _trained(files: RunFiles) -> list[Block]:
@@ -230,7 +231,7 @@ def _rerun(files: RunFiles) -> list[Block]:
     """The commands that repeat the run, and its evaluation."""
     commit, path = files.at("git.commit"), str(files.run.path)
     commands = [f"git checkout {commit}"] if commit else []
-    commands += [shlex.join(["bash", f"scripts/{script}.sh", path]) for script in ("sft", "eval")]
+    commands += [shown_command(script, path) for script in ("sft", "eval")]
     dirty = "The repository had uncommitted changes, so the commit alone may not give the same result. "
     link = [" The recipe: ", Link("recipe.yaml"), "."] if files.run.recipe_file.is_file() else []
     notes = (dirty if files.at("git.dirty") else "", "A rerun reports what has changed since.", *link)

@@ -23,7 +23,7 @@ from sft.hub.model_facts import ModelFacts
 from sft.launch.job import CheckedRecipe, checked_model, open_recipe, parse_command_line, plan_job
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
 from sft.plan.job import Job
-from sft.program import end_with_parent, exit_process, run_main
+from sft.program import end_with_parent, exit_process, run_main, shown_command
 from sft.recipe.schema import Recipe
 from sft.signals import EXITS, SIGNALS, exit_status, held_back
 
@@ -131,7 +131,7 @@ def _wait_for(process: subprocess.Popen[bytes]) -> None:
     if status < 0:
         raise RunError(
             f"The preparation of the data was ended by signal {-status}, which most often means that memory ran out. Give it fewer "
-            "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
+            f"cores (taskset -c 0-3 {shown_command('sft')} ...) or more memory, and start again."
         )
     if status:
         exit_process(status)  # it has said why

@@ -90,6 +90,7 @@ def full_run(folder: Path) -> Run:
     sources = [{"source": "a|b.jsonl", **account(10, 700, 280)}, {"source": "c.jsonl", **account(5, 300, 100)}]
     total = account(15, 1000, 380)
     total["tokens"] |= {"in": 1420, "dropped": 40}
+    total["tokens_dropped"] = {"too_long": 40}
     packing = {"packs": 12, "fill": 0.985, "padding": 44}
     write_json(run.ledger_file, {"sources": sources, "total": total, "packing": packing})
     run.metrics_file.write_text("".join(json.dumps(point(10 * step, 2 / step)) + "\n" for step in range(1, 11)))

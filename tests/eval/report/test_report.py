@@ -203,6 +203,14 @@ def test_the_ledger_s_sum_has_each_term_and_a_wrong_one_stands_at_the_top(run: R
     assert "The ledger does not add up: 1,420 tokens in" in head(report(run))
 
 
+@pytest.mark.parametrize(("reason", "is_fault"), [("held_out", False), ("bad_row", True)])
+def test_tokens_that_were_meant_to_be_dropped_are_not_worth_knowing(reason: str, is_fault: bool, run: Run) -> None:
+    ledger = read_json(run.ledger_file)
+    ledger["total"]["tokens_dropped"] = {reason: 100}
+    write_json(run.ledger_file, ledger)
+    assert ("of 1,420 tokens were truncated or dropped: see Data." in head(report(run))) == is_fault
+
+
 def test_a_run_of_several_sessions_lists_them(run: Run) -> None:
     killed = {"started": "10:00", "checkpoint": None, "status": "killed", "last_step": 23, "ranks": 2, "seconds": 61.0}
     last = {"started": "11:00", "checkpoint": "checkpoint-20", "status": "finished", "ranks": 4, "seconds": None}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sft.errors import RecipeError
-from sft.recipe.load import find_file, load_recipe, parse_recipe
-from sft.recipe.schema import REPOSITORY
+from sft.recipe.load import find_file, find_recipe, load_recipe, parse_recipe
+from sft.recipe.schema import REPOSITORY, SHIPPED
 
 PLAIN = """\
 schema_version: 1
@@ -236,7 +236,7 @@ def test_a_merge_key_takes_over_what_is_not_written_here() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"There is no recipe .*typo\.yaml\. Recipes here: .*recipes/tiny\.yaml"):
+    with pytest.raises(RecipeError, match=r"There is no recipe .*typo\.yaml\. Shipped: .*recipes/tiny\.yaml"):
         load_recipe(tmp_path / "typo.yaml")
     with pytest.raises(RecipeError, match="is a folder"):
         load_recipe(tmp_path)
@@ -255,6 +255,10 @@ def test_a_path_is_looked_for_where_the_user_is_and_then_here(tmp_path: Path, mo
     (tmp_path / "recipes" / "tiny.yaml").touch()
     assert find_file("recipes/tiny.yaml").resolve() == tmp_path / "recipes" / "tiny.yaml"
     assert find_file("no/such") == Path("no/such")
+    assert find_recipe("qwen3b") == find_recipe("qwen3b.yaml") == SHIPPED / "recipes" / "qwen3b.yaml"
+    (tmp_path / "qwen3b.yaml").touch()
+    assert find_recipe("qwen3b.yaml").resolve() == tmp_path / "qwen3b.yaml"
+    assert find_recipe("../qwen3b.yaml") == Path("../qwen3b.yaml")
     for impossible in ("~nobody_of_this_name/x", "a" * 300, "a\0b"):
         assert not find_file(impossible).is_file()
 
