@@ -22,7 +22,7 @@ from sft.plan.batch import check_batch
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.plan.resolve import planned
-from sft.recipe.load import find_file, load_recipe
+from sft.recipe.load import find_recipe, load_recipe
 from sft.recipe.local_code import check_code
 from sft.recipe.schema import Recipe
 from sft.run.directory import check_names
@@ -87,7 +87,7 @@ def open_recipe(recipe_path: Path, overrides: Sequence[str], for_data: bool = Fa
 
 
 def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
-    path = find_file(str(recipe_path))
+    path = find_recipe(str(recipe_path))
     recipe = load_recipe(path, overrides)
     check_names(path, recipe.tracking.run_name)
     check_code(recipe)
