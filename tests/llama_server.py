@@ -8,11 +8,11 @@
 import argparse
 import signal
 
-import xllamacpp
-
 
 def main() -> None:
     """Serve until ended."""
+    import xllamacpp  # no part of the project
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
