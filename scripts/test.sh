@@ -30,7 +30,8 @@ fi
 ruff format --check .
 ruff check .
 mypy
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+# Without --quiet, which hides broken links from --strict too.
+site=$(NO_MKDOCS_2_WARNING=1 mkdocs build --strict 2>&1) || { echo "$site"; exit 1; }
 lint-imports --no-cache >/dev/null || { lint-imports --no-cache; exit 1; }
 python -m pytest -q -n auto --maxprocesses 4 --dist loadscope --ignore tests/slow --ignore tests/gpu
 # One more at a time than there are cores (of two, at most four): each starts processes of its own, and waits for them. A test that failed beside another one runs once more by itself: on a busy

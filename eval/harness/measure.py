@@ -19,7 +19,6 @@ from eval.harness.doubts import doubts
 from eval.models.backends import load_model
 from eval.models.placement import Placement, give_memory_back
 from eval.models.target import Target
-from eval.sandbox.metric import code_metric
 from eval.tasks.load import LoadedTasks, leaves
 from eval.tasks.output import chatter_to, summary
 from eval.tasks.settings import Settings
@@ -101,7 +100,7 @@ def evaluate_model(
         results["measured_model"]["served"] = asdict(target.served)
     results |= _measure_all(model, target, tokenizer, tasks, settings, log, batch_sizes or {})
     if tasks.generated_code:
-        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
+        results["generated_code"] = tasks.generated_code
     results["seconds"] = time.monotonic() - started
     template = model.chat_template(True) if settings.apply_chat_template else None
     with chatter_to(log), complete_or_absent(output) as work:

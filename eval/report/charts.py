@@ -165,17 +165,11 @@ def _draw(axes: Axes, series: Series) -> list[str]:
         marker="o" if len(series.x) < SMOOTH_FROM else "",
         markersize=3.5,
     )
-    (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
-    marks = (
-        (~finite, "x", 1.0, _COLORS["bad"], "\N{MULTIPLICATION SIGN} not a finite number"),
-        (finite & (series.y > high), "^", 1.0, color, "▲ far above the axis"),
-        (finite & (series.y < low), "v", 0.0, color, "▼ far below the axis"),
-    )
-    for which, marker, height, marked, _ in marks:
-        x = np.unique(np.round(series.x[which] / right, 2)) * right
-        y = np.full(len(x), height)
-        axes.plot(x, y, marker, color=marked, markersize=5, transform=axes.get_xaxis_transform(), clip_on=False)
-    return [note for which, *_, note in marks if which.any()]
+    right = axes.get_xlim()[1]
+    x = np.unique(np.round(series.x[~finite] / right, 2)) * right
+    top = axes.get_xaxis_transform()
+    axes.plot(x, np.ones(len(x)), "x", color=_COLORS["bad"], markersize=5, transform=top, clip_on=False)
+    return ["\N{MULTIPLICATION SIGN} not a finite number"] if len(x) else []
 
 
 def _simplify_axes(axes: Axes, integers: bool) -> None:

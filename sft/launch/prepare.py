@@ -6,6 +6,7 @@ until the first is done.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -63,11 +64,9 @@ def plan_beside_preparation(checked: CheckedRecipe) -> tuple[Job, subprocess.Pop
     process = begin_preparation(checked.recipe, checked_model(checked.recipe, for_data=True), command)
     if process is not None:
         _end_if_it_fails(process)
-    try:
-        return plan_job(checked), process
-    except BaseException:
-        end_preparation(process)
-        raise
+        # However this process ends: one that outlived it would say that it was interrupted, below the reason.
+        atexit.register(end_preparation, process)
+    return plan_job(checked), process
 
 
 def end_preparation(process: subprocess.Popen[bytes] | None) -> None:

@@ -44,10 +44,9 @@ def build_trainer(
     lora, kind = job.recipe.model.lora, RecipeTrainer if job.plan.engine.value != PIPELINE else PipelineTrainer
     freeze(model, job.recipe.model.freeze)
     if lora is not None:
-        # Under FSDP2 rank 0 alone may hold the weights yet; ZeRO-3 gathers them, and pipeline stages have one embedding each.
+        # Under FSDP2 rank 0 alone may hold the weights yet; ZeRO-3 gathers them.
         found = partial(untrained_rows, job, model, tokenizer, sequences.store)
-        each = [distributed.from_rank_0(found)] if job.fsdp else distributed.gather(found())
-        untrained = sorted({token for some in each for token in some})
+        untrained = distributed.from_rank_0(found) if job.fsdp else found()
         if untrained and distributed.is_rank_0():
             names = named(tokenizer, untrained)
             print(

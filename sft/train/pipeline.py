@@ -15,8 +15,6 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from sft.checkpoint.manifest import sync
-from sft.checkpoint.reshard import FullTensors, source_names
-from sft.checkpoint.resume import ResumePlan
 from sft.files import write_json
 from sft.hub.flops import model_flops
 from sft.model.load import FindModules
@@ -123,6 +121,8 @@ class PipelineTrainer(RecipeTrainer):
 
     # Checkpoints: weights in a file of each stage, adapters in one; the optimizer's state by stage and tensor name.
 
+    is_part = True
+
     @property
     def holds_tensors(self) -> bool:
         """Whether rank 0 gets this rank's tensors by `of_all_stages`."""
@@ -169,12 +169,3 @@ class PipelineTrainer(RecipeTrainer):
             torch.save(own, Path(output_dir, f"optimizer_{self.args.process_index}.pt"))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    def _open(self, plan: ResumePlan) -> tuple[Any, FullTensors, dict[str, str]]:
-        module, tensors, sources = super()._open(plan)
-        together = {name for one in distributed.gather(set(sources.values())) for name in one}
-        assert together == tensors.names, f"stages lack {sorted(tensors.names - together)[:3]}"
-        return module, tensors, sources
-
-    def _source_names(self, module: Any, tensors: FullTensors) -> dict[str, str]:
-        return source_names(module, tensors, is_part=True)

@@ -29,7 +29,6 @@ METRIC: dict[str, Any] = {
     "tuned_stderr": None,
     "difference": 0.125,
     "difference_stderr": 0.02,
-    "stderr_method": "paired",
     "interval_95": [0.0858, 0.1642],
     "verdict": "IMPROVED",
 }
