@@ -9,19 +9,22 @@ Nothing of the machine's own Slurm is read or changed. Needs root. Processes are
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sft.parallel.environment import free_port
+from sft.recipe.schema import REPOSITORY
 
+JOB_SECONDS = 300
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("node1", "node2")
 
@@ -41,7 +44,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 PropagateResourceLimits=NONE
-WaitTime=5
+WaitTime=2
 SlurmdTimeout=20
 ReturnToService=2
 SelectType=select/cons_tres
@@ -77,7 +80,12 @@ class Cluster:
         config = ["-D", "-f", str(self.folder / "slurm.conf")]
         files = ("socket", "key-file", "pid-file", "log-file", "seed-file")
         words = {
-            "munged": ["munged", "--foreground", "--force", *(f"--{file}={self.folder}/munge.{file.removesuffix('-file')}" for file in files)],
+            "munged": [
+                "munged",
+                "--foreground",
+                "--force",
+                *(f"--{file}={self.folder}/munge.{file.removesuffix('-file')}" for file in files),
+            ],
             "slurmctld": ["slurmctld", *config],
         }.get(name, ["slurmd", "-N", name, *config])
         with (self.folder / f"{name}.out").open("ab") as output:
@@ -89,20 +97,58 @@ class Cluster:
                 start_new_session=True,
             )
 
-    def run(self, *words: str | Path) -> str:
+    def run(self, *words: str | Path, **environment: str) -> str:
         """What a command of Slurm's prints; fails with it where the command fails."""
         done = subprocess.run(
-            list(map(str, words)), env=os.environ | self.environment, capture_output=True, text=True, check=False, timeout=60
+            list(map(str, words)),
+            env=os.environ | self.environment | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def submit(self, script: Path, *words: str | Path, options: Sequence[str] = (), **environment: str) -> str:
+        """Submit a script of the repository's as it is, but for the GPUs and cores that this machine lacks; returns the job's number."""
+        ours = ["--gpus-per-node=0", "--cpus-per-task=1", f"--output={self.folder}/job-%A.out", "--mem=0", *options]
+        return self.run("sbatch", "--parsable", f"--chdir={REPOSITORY}", *ours, script, *words, **environment).strip()
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED and others."""
+        shown = re.search(r"JobState=(\w+)", self.run("scontrol", "show", "job", job))
+        return shown[1] if shown else ""
+
+    def end_of(self, job: str) -> str:
+        """The state of a job once it has ended."""
+        self.wait(lambda: self.state(job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"))
+        return self.state(job)
+
+    def printed(self, job: str) -> str:
+        """What a job or an array has printed so far."""
+        file = self.folder / f"job-{job}.out"
+        return file.read_text() if file.exists() else ""
+
+    def wait(self, holds: Callable[[], bool], seconds: float = JOB_SECONDS) -> None:
+        """Wait for the cluster; fails with the controller's log where it takes longer."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            log = self.folder / "slurmctld.log"
+            assert time.monotonic() < deadline, log.read_text()[-3000:] if log.exists() else "slurmctld wrote no log"
+            time.sleep(0.2)
+
+    def is_idle(self) -> bool:
+        """Whether all nodes are there and have nothing to do."""
+        words = ["sinfo", "--noheader", "--Node", "--format=%T"]
+        done = subprocess.run(words, env=os.environ | self.environment, capture_output=True, text=True, check=False)
+        return done.stdout.split() == ["idle" for _ in NODES]
+
     def close(self) -> None:
         """Cancel all jobs and end the daemons."""
-        self.run("scancel", "--full", "--user=root")
-        deadline = time.monotonic() + 30
-        while self.run("squeue", "--noheader") and time.monotonic() < deadline:
-            time.sleep(0.5)
+        with suppress(AssertionError, subprocess.TimeoutExpired):
+            self.run("scancel", "--user=root")
+            self.wait(self.is_idle, 60)
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
             try:
@@ -133,14 +179,10 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
     cluster = Cluster(folder)
     try:
         cluster.start("munged")
-        while not (folder / "munge.socket").exists():
-            time.sleep(0.1)
+        cluster.wait((folder / "munge.socket").exists, 20)
         for name in ("slurmctld", *NODES):
             cluster.start(name)
-        deadline = time.monotonic() + 60
-        while "idle" not in subprocess.run(["sinfo", "--noheader", "--format=%T"], env=os.environ | cluster.environment, capture_output=True, text=True).stdout:
-            assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()[-3000:]
-            time.sleep(0.2)
+        cluster.wait(cluster.is_idle, 60)
         yield cluster
     finally:
         cluster.close()
