@@ -44,9 +44,11 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 PropagateResourceLimits=NONE
-WaitTime=2
+WaitTime=2  # as strict as a cluster may be: a step ends so many seconds after its first task
+KillOnBadExit=1
 SlurmdTimeout=20
 ReturnToService=2
+SchedulerParameters=sched_interval=2,bf_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cores} RealMemory={memory}

@@ -117,8 +117,8 @@ def _check_tasks(nodes: int) -> None:
     if tasks > nodes:
         raise PlanError(
             f"Slurm starts {tasks} tasks on {nodes} machine{'s' if nodes > 1 else ''}, and this launcher wants one on each: it starts the "
-            f"processes, one for each GPU. Use srun --ntasks={nodes} --ntasks-per-node=1. If these variables are left over from another job, unset them: "
-            f"{UNSET_SLURM}."
+            f"processes, one for each GPU. Use srun --ntasks={nodes} --ntasks-per-node=1. If these variables are left over from another "
+            f"job, unset them: {UNSET_SLURM}."
         )
 
 
