@@ -2,7 +2,7 @@
 
 Model and documents are made on the spot. Whoever trains, trains the same documents whole, all of them in each step; before a speed is
 shown, the loss of the first step must be the one that the documents have one at a time, without padding or packing. Only real tokens are
-counted, no padding. MFU counts FLOPs as docs/metrics.md has it. Our own runs end after their last step, before a checkpoint is written;
+counted, no padding. MFU counts FLOPs as in docs/architecture.md. Our own runs end after their last step, before a checkpoint is written;
 their engine is the one process, so that a small card measures the same or does not fit.
 """
 

@@ -44,3 +44,23 @@ def _leave_working_directory() -> None:
 
 
 _leave_working_directory()
+
+from types import ModuleType  # noqa: E402 (after the line above, like every import of this package)
+
+
+class _CallablePackage(ModuleType):
+    """sft.plan and sft.train: packages that are called as the functions of their name."""
+
+    def __call__(self, *arguments: object, **options: object) -> object:
+        return __getattr__(self.__name__.removeprefix("sft."))(*arguments, **options)  # type: ignore[operator]
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: object) -> None:
+        """Python sets a package here once it is imported, whoever imports it first."""
+        if name in __all__ and isinstance(value, ModuleType):
+            value.__class__ = _CallablePackage
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -5,7 +5,6 @@ Training and evaluation run in processes of their own, one for each GPU, whose o
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -15,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 
 from sft.data.prepared import Prepared, entry_folder, find_prepared
@@ -45,7 +43,7 @@ class CommandFailed(Exception):
 
 def load_recipe(recipe: str | Path, overrides: Overrides = ()) -> Recipe:
     """Read and validate a recipe. Raises RecipeError with all that is wrong, in one message."""
-    return load.load_recipe(load.find_file(str(recipe)), _words(overrides))
+    return load.load_recipe(load.find_recipe(str(recipe)), _words(overrides))
 
 
 def plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -> Plan:
@@ -146,14 +144,3 @@ def _run(module: str, words: Sequence[str], **environment: str) -> str:
                 raise UserError(message)
             raise CommandFailed(message, process.returncode)
         return result.read_text() if result.exists() else ""
-
-
-class _CallablePackage(ModuleType):
-    """sft.plan and sft.train are packages, and functions of this module."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return globals()[self.__name__.removeprefix("sft.")](*arguments, **options)
-
-
-for _name in ("sft.plan", "sft.train"):
-    importlib.import_module(_name).__class__ = _CallablePackage

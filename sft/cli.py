@@ -110,6 +110,7 @@ def _plan(
 
 
 @click.group(no_args_is_help=True)
+@click.version_option(package_name="sft-recipes")
 def sft() -> None:
     """Supervised fine-tuning from one recipe file."""
 

@@ -27,11 +27,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def shown_command(script: str, *words: str) -> str:
-    """A command for the user to type: the repository's script in its folder, elsewhere `sft` if it is on PATH."""
+    """A command for the user to type: the repository's script in its folder, elsewhere `sft` if it is on PATH.
+
+    Installed from a wheel, there are no scripts.
+    """
     file = Path("scripts", f"{script}.sh")
-    if not file.is_file() and shutil.which("sft"):
-        return join(["sft", "train" if script == "sft" else script, *words])
-    return join(["bash", str(file if file.is_file() else Path(__file__).parents[1] / file), *words])
+    own = Path(__file__).parents[1] / file
+    if file.is_file() or (own.is_file() and not shutil.which("sft")):
+        return join(["bash", str(file if file.is_file() else own), *words])
+    sft = "sft" if shutil.which("sft") else str(Path(sys.executable).with_name("sft"))
+    return join([sft, "train" if script == "sft" else script, *words])
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

@@ -149,13 +149,18 @@ LATER = {
         "train.trainer_args.optimm=x",
         ("train.trainer_args", "optimm: unknown to trl.SFTConfig; did you mean `optim`?"),
     ),
+    "a compiler that is missing": Mistake(
+        "train.deepspeed=zero3", ("train.deepspeed: DeepSpeed builds", "no no-compiler on PATH", "install a compiler"),
+        environment={"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": "built"},
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LATER)
 def test_a_mistake_that_only_shows_later_leaves_nothing_either(name: str, tmp_path: Path) -> None:
-    ended = as_a_user(tmp_path, prepare(tmp_path, LATER[name]))
+    ended = as_a_user(tmp_path, prepare(tmp_path, LATER[name]), **LATER[name].environment)
+    assert "Interrupted" not in ended.stderr  # of the process that prepares the data meanwhile
     # The command that starts the training is printed before the process itself finds the mistake.
     printed = [line for line in ended.stdout.splitlines() if "-m sft.train" not in line]
     check(ended.returncode, "".join(printed), ended.stderr, LATER[name], tmp_path)

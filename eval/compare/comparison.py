@@ -14,7 +14,7 @@ from eval.compare.contamination import check_contamination
 from eval.compare.flips import find_flips, write_flips
 from eval.compare.gate import judge_gate
 from eval.compare.pairs import pair_task
-from eval.compare.results import Results, Samples, finite, leaves, metric_keys, number, read_samples, top_level
+from eval.compare.results import Results, Samples, finite, metric_keys, number, read_samples, top_level
 from eval.compare.settings_match import check_settings_match
 from eval.compare.statistics import independent, paired
 from eval.compare.tables import comparison_lines
@@ -58,13 +58,11 @@ def _compare_metric(
     # A perplexity that is infinite or not a number says nothing by its size.
     elif base_stderr is not None and tuned_stderr is not None and isfinite(difference + base_stderr + tuned_stderr):
         evidence = independent(difference, base_stderr, tuned_stderr, counted)
-    inside = leaves(tuned, task)
     row = {
         "task": task,
         "metric": metric,
         "filter": filter_name,
         "decides": False,
-        "subtasks": [] if inside == [task] else inside,
         "higher_is_better": tuned["higher_is_better"].get(task, {}).get(metric),
         "documents": counted,
         "passages": None if documents is None else documents.passages,
@@ -73,7 +71,6 @@ def _compare_metric(
         "tuned": tuned_score,
         "tuned_stderr": tuned_stderr,
         "difference": difference,
-        "stderr_method": None if evidence is None else "independent" if documents is None else "paired",
         "ratio_interval_95": ratio,
         **evidence_row(evidence),
     }
@@ -108,8 +105,6 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
         "prompting": prompting,
         "base": base["measured_model"],
         "tuned": tuned["measured_model"],
-        "versions": tuned["versions"],
-        "num_fewshot": tuned["n-shot"],
         "prompts_cut": sorted({*base["prompts_cut"], *tuned["prompts_cut"]}),
         "metrics": rows,
         "overall": mean,

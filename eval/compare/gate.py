@@ -62,23 +62,6 @@ def _shortfall(row: Row, least: float) -> str | None:
     return f"{_name(row)}: the tuned model has {row['tuned']:.4f}; at {'most' if lower else 'least'} {least:g} is required."
 
 
-def describe_gate(gate: dict[str, Any]) -> str:
-    """What a gate requires, as it stands in comparison.json or a recipe.
-
-    >>> describe_gate({"max_regression": {"ifeval": 0.02, "default": 0.05}, "require": {"gsm8k": 0.4}, "judge_by": "evidence"})
-    'worse by at most 0.02 on ifeval, 0.05 on each other task; gsm8k must reach 0.4; a drop counts where its verdict is REGRESSED'
-    """
-    drops = gate.get("max_regression", {})
-    others = "each other task" if len(drops) > 1 else "each task"
-    limits = [f"{most} on {others if name == DEFAULT else name}" for name, most in drops.items()]
-    parts = [f"worse by at most {', '.join(limits)}"] if limits else []
-    parts += [f"{name} must reach {score}" for name, score in gate.get("require", {}).items()]
-    if limits:
-        by_evidence = gate.get("judge_by") == "evidence"
-        parts.append("a drop counts where its verdict is REGRESSED" if by_evidence else "judged by the scores alone")
-    return "; ".join(parts)
-
-
 def judge_gate(gate: Gate | None, comparison: dict[str, Any]) -> dict[str, Any] | None:
     """Hold a comparison against a gate: `asked`, `passed`, and a sentence for each of `failures`; None without a gate."""
     if gate is None:

@@ -37,12 +37,6 @@ def check_settings_match(
     prompting: dict[str, Any] | None = base.get("prompting")
     own_prompts = prompting is not None and prompting["base_template"] == "own"
     _check_settings(base, tuned, OF_THE_PROMPTS if own_prompts else frozenset())
-    sizes = _differing_sizes(base, tuned)
-    if sizes and not own_prompts:
-        found = (
-            "eval.batch_size=auto found other batch sizes for base and tuned, which in half precision moves answers:"
-        )
-        raise EvaluationError("\n".join([found, *sizes, "Set eval.batch_size to a number and measure both again."]))
     measured = base.get("results", {}).keys() & tuned.get("results", {}).keys()
     lost = sorted((base_samples.keys() ^ tuned_samples.keys()) & measured)
     if lost:
@@ -51,13 +45,7 @@ def check_settings_match(
         )
     for task in sorted(base_samples.keys() & tuned_samples.keys()):
         _check_documents(task, base_samples[task], tuned_samples[task], prompts=not own_prompts)
-    if prompting is None:
-        return None
-    # Results in the cache of older versions say `told`.
-    words = str(prompting.get("note", prompting.get("told")))
-    if sizes:  # prompts of other lengths leave room for other batches
-        words += f" Batch sizes were searched for and differ: {'; '.join(line.strip() for line in sizes)}."
-    return {"base_template": prompting["base_template"], "note": words}
+    return prompting
 
 
 def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -> None:
@@ -71,17 +59,6 @@ def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -
     if lines:
         what = "Base and tuned were measured under different settings and are not compared:"
         raise EvaluationError("\n".join([what, *lines]))
-
-
-def _differing_sizes(base: Results, tuned: Results) -> list[str]:
-    """Each task that was measured in other batch sizes, with both; none in fp32, where rounding moves no score."""
-    settings = tuned["settings"]
-    searched = settings.get("backend") == "hf" and settings.get("batch_size") == "auto"
-    if not searched or settings["dtype"] == "float32":
-        return []
-    found = [one.get("batch_sizes_found", {}) for one in (base, tuned)]
-    both = sorted(found[0].keys() & found[1].keys())
-    return [line for task in both for line in differing(found[0][task], found[1][task], task)]
 
 
 def _check_documents(task: str, base: list[dict[str, Any]], tuned: list[dict[str, Any]], prompts: bool) -> None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 from eval.compare.comparison import write_comparison
 from eval.compare.tables import score_lines
 from eval.harness.base_cache import measure_base
-from eval.harness.measure import Follow, Results, evaluate_model
+from eval.harness.measure import Results, evaluate_model
 from eval.harness.prompting import own_template, prompt_base
 from eval.models.backends import check_requests, find_backend
 from eval.models.placement import Placement, on_gpu, place_model
@@ -72,11 +72,9 @@ def evaluate_run(run: Run, evaluation: Evaluation, accept_edits: bool = False) -
     # What a server has under a name may be another model tomorrow.
     keeps = evaluation.base_cache and settings.backend != "server"
     measure_base(base, prompting, tasks, folder / "base", log, placement, run.output_dir if keeps else None)
-    # The tuned model follows the base model's batches, unless prompts of other lengths leave room for others.
     sizes = read_json(folder / "base" / "results.json").get("batch_sizes_found", {})
-    follow = Follow(sizes, strict=settings.dtype != "float32" and not prompting.own_prompts)
     output = folder / "tuned"
-    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, follow=follow)
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, batch_sizes=sizes)
     return _compare_and_report(run, folder, evaluation, reference)
 
 

@@ -6,9 +6,9 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cache
 from numbers import Real
 from pathlib import Path
@@ -19,7 +19,6 @@ from eval.harness.doubts import doubts
 from eval.models.backends import load_model
 from eval.models.placement import Placement, give_memory_back
 from eval.models.target import Target
-from eval.sandbox.metric import code_metric
 from eval.tasks.load import LoadedTasks, leaves
 from eval.tasks.output import chatter_to, summary
 from eval.tasks.settings import Settings
@@ -31,17 +30,6 @@ if TYPE_CHECKING:
 Results = dict[str, Any]
 Scores = dict[str, dict[str, float]]
 """By task, then by metric with its filter."""
-
-
-@dataclass(frozen=True)
-class Follow:
-    """The batch sizes of the base model, which the tuned one must follow."""
-
-    sizes: dict[str, list[int]] = field(default_factory=dict)
-    """Per task those that were searched for, in order: `batch_sizes_found` of its results.json."""
-
-    strict: bool = False
-    """Whether a task fails that has no memory for them."""
 
 
 # lm_eval logs one of these when a prompt is longer than the context and loses its beginning.
@@ -79,13 +67,20 @@ def evaluate_model(
     log: Path,
     placement: Placement,
     more: dict[str, Any] | None = None,
-    follow: Follow | None = None,
+    batch_sizes: Mapping[str, list[int]] | None = None,
 ) -> None:
     """Measure one model on every task, and write lm_eval's output, with keys of ours, to a folder: complete or absent.
 
-    All models of a comparison have the tokenizer, tasks, settings and placement in common.
-
-    `more` has further keys of results.json.
+    Args:
+        target: The model.
+        tokenizer: As all models of the comparison have it, like tasks, settings and placement.
+        tasks: Loaded.
+        settings: What can move a score.
+        output: The folder.
+        log: Where lm_eval's own output goes.
+        placement: Where the layers go.
+        more: Further keys of results.json.
+        batch_sizes: Of the base model, which the tuned one follows: `batch_sizes_found` of its results.json.
 
     Raises:
         EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
@@ -103,9 +98,9 @@ def evaluate_model(
     }
     if target.served is not None:
         results["measured_model"]["served"] = asdict(target.served)
-    results |= _measure_all(model, target, tokenizer, tasks, settings, log, follow or Follow())
+    results |= _measure_all(model, target, tokenizer, tasks, settings, log, batch_sizes or {})
     if tasks.generated_code:
-        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
+        results["generated_code"] = tasks.generated_code
     results["seconds"] = time.monotonic() - started
     template = model.chat_template(True) if settings.apply_chat_template else None
     with chatter_to(log), complete_or_absent(output) as work:
@@ -123,7 +118,7 @@ def _measure_all(
     tasks: LoadedTasks,
     settings: Settings,
     log: Path,
-    follow: Follow,
+    batch_sizes: Mapping[str, list[int]],
 ) -> Results:
     """Measure every task; `failed` has those that could not be measured, and why."""
     failed, cut, sizes, doubtful = dict(tasks.missing), list[str](), dict[str, list[int]](), list[str]()
@@ -132,7 +127,7 @@ def _measure_all(
     for name in tasks.by_name:
         started, logged = time.monotonic(), log.stat().st_size
         if in_batches:
-            model.follow(follow.sizes.get(name, ()), follow.strict)
+            model.follow(batch_sizes.get(name, ()))
         try:
             with chatter_to(log):
                 measured = ask_lm_eval(model, tasks, name, settings)

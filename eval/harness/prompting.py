@@ -26,11 +26,6 @@ class Prompting:
     """A sentence for the terminal and the comparison; None where base and tuned have the same template, or none is applied."""
 
     @property
-    def own_prompts(self) -> bool:
-        """Whether it gets other prompts than the tuned model."""
-        return self.note is not None and self.settings.base_template == "own"
-
-    @property
     def record(self) -> dict[str, Any] | None:
         """For results.json and comparison.json."""
         return None if self.note is None else {"base_template": self.settings.base_template, "note": self.note}

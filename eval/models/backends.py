@@ -16,6 +16,7 @@ from eval.tasks.load import LoadedTasks, leaves
 from eval.tasks.output import summary
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
+from sft.program import shown_command
 from sft.recipe.schema import Evaluation
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _contradictions(evaluation: Evaluation, after_training: bool) -> Iterator[st
     if after_training and (evaluation.tasks or evaluation.suite):
         yield (
             "eval.backend=server, and no server has the tuned model when its training ends. Leave eval.backend out, or eval.tasks empty; "
-            "once the model is served: bash scripts/eval.sh RUN backend=server server.base_url=..."
+            f"once the model is served: {shown_command('eval', 'RUN', 'backend=server')} server.base_url=..."
         )
     for key in ("parallelize", "processes", "dtype", "batch_size"):
         if (value := getattr(evaluation, key)) != "auto":

@@ -86,6 +86,7 @@ def _load(
     model.model.generation_config = GenerationConfig(
         **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=model.tokenizer.pad_token_id
     )
+    model.half_precision = settings.dtype != "float32"
     return model
 
 
@@ -94,20 +95,15 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
 
     helpers: Sequence[Helper] = ()
     _given: Sequence[int] = ()
-    _strict = False
+    half_precision = False
     _found: Sequence[int] = ()
 
-    def follow(self, given: Sequence[int], strict: bool) -> None:
-        """Use these batch sizes in the next searches, instead of larger ones.
-
-        Args:
-            given: What `sizes_found` returned for the base model; empty: search freely.
-            strict: Whether too little memory for them is an error: in half precision another size moves answers.
-        """
+    def follow(self, given: Sequence[int]) -> None:
+        """Use these batch sizes of the base model, from its `sizes_found`, in the next searches; empty: search freely."""
         number = len(given) // (len(self.helpers) + 1)
-        self._given, self._strict, self._found = given[:number], strict, []
+        self._given, self._found = given[:number], []
         for place, helper in enumerate(self.helpers, 1):
-            helper.call("follow", given[place * number : (place + 1) * number], strict)
+            helper.call("follow", given[place * number : (place + 1) * number])
 
     def sizes_found(self) -> list[int]:
         """The batch sizes that all processes have searched for since `follow`."""
@@ -116,7 +112,7 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
     def _detect_batch_size(self, requests: Requests | None = None, pos: int = 0) -> int:
         size = int(super()._detect_batch_size(requests, pos))
         given = self._given[len(self._found)] if len(self._found) < len(self._given) else size
-        if size < given and self._strict:
+        if size < given and self.half_precision:
             raise EvaluationError(
                 f"the base model was measured in batches of {given}, and there is memory for {size} now: in half precision that moves "
                 f"answers. Set eval.batch_size={size}, or end what else uses the GPU."

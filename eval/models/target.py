@@ -9,6 +9,7 @@ from eval.models.served import Served
 from eval.tasks.reference import Reference, check_vocabulary, load_config
 from sft.errors import EvaluationError, did_you_mean
 from sft.hub.remote_code import code_hash
+from sft.program import shown_command
 from sft.run.directory import Run
 
 
@@ -39,7 +40,7 @@ def check_folder(named: str) -> None:
         return
     if path.suffix in (".yaml", ".yml"):
         raise EvaluationError(
-            f"{named} is a recipe, and a recipe is trained by scripts/sft.sh. Name its run: outputs/<run>/latest."
+            f"{named} is a recipe, and a recipe is trained by `{shown_command('sft', named)}`. Name its run: outputs/<run>/latest."
         )
     local = named.startswith((".", "~", "outputs/")) or path.is_absolute() or len(path.parts) > 2
     # A folder named like a hub's organization may well be here, but one with runs in it is no organization.

@@ -27,9 +27,6 @@ SMOOTH_FROM = 60
 _FAR = 4.0
 """A value further than this many times the range of the 1st to 99th percentile outside of it is left out of the axis."""
 
-_NARROWEST = 0.005
-"""Least range of the y axis relative to its largest value: below that, noise in the fourth digit would look like a curve."""
-
 _COLORS = {
     name: f"#0000{place:02x}" for place, name in enumerate((*(f"c{n}" for n in range(10)), "soft", "rule", "bad"), 1)
 }
@@ -98,7 +95,8 @@ def y_range(values: np.ndarray, from_zero: bool) -> tuple[float, float]:
     low, high = float(inside.min()), float(inside.max())
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    missing = max((_NARROWEST * max(abs(low), abs(high)) or 1.0) - (high - low), 0.0)
+    # Noise in the fourth digit must not look like a curve.
+    missing = max((0.005 * max(abs(low), abs(high)) or 1.0) - (high - low), 0.0)
     low, high = low - missing / 2, high + missing / 2
     margin = 0.05 * (high - low)
     return (low if from_zero and low == 0 else low - margin), high + margin
@@ -167,17 +165,11 @@ def _draw(axes: Axes, series: Series) -> list[str]:
         marker="o" if len(series.x) < SMOOTH_FROM else "",
         markersize=3.5,
     )
-    (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
-    marks = (
-        (~finite, "x", 1.0, _COLORS["bad"], "\N{MULTIPLICATION SIGN} not a finite number"),
-        (finite & (series.y > high), "^", 1.0, color, "▲ far above the axis"),
-        (finite & (series.y < low), "v", 0.0, color, "▼ far below the axis"),
-    )
-    for which, marker, height, marked, _ in marks:
-        x = np.unique(np.round(series.x[which] / right, 2)) * right
-        y = np.full(len(x), height)
-        axes.plot(x, y, marker, color=marked, markersize=5, transform=axes.get_xaxis_transform(), clip_on=False)
-    return [note for which, *_, note in marks if which.any()]
+    right = axes.get_xlim()[1]
+    x = np.unique(np.round(series.x[~finite] / right, 2)) * right
+    top = axes.get_xaxis_transform()
+    axes.plot(x, np.ones(len(x)), "x", color=_COLORS["bad"], markersize=5, transform=top, clip_on=False)
+    return ["\N{MULTIPLICATION SIGN} not a finite number"] if len(x) else []
 
 
 def _simplify_axes(axes: Axes, integers: bool) -> None:

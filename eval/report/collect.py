@@ -5,25 +5,18 @@ Files that are missing or broken never stop the reader: the section that they be
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from eval.report.blocks import Block, Section, facts, notice, table, text
-from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks, settings_blocks, verdict_notices
+from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks, verdict_notices
 from eval.report.formats import Code, Link, code, counted, duration, number, words
 from eval.report.run_files import RunFiles, data_names, method, model_name, value_at
 from eval.report.training import during_blocks, training_blocks
-from sft.recipe.schema import REPOSITORY
+from sft.data.ledger import MEANT
+from sft.program import shown_command
 
 Files = TypeVar("Files")
-
-STATUS = {
-    "running": "The run has not finished; this is what it has recorded so far.",
-    "failed": "The run failed; this is what it had recorded by then.",
-    "interrupted": "The run was interrupted; this is what it had recorded by then.",
-}
 
 
 def collect_report(files: RunFiles) -> dict[str, Any]:
@@ -71,7 +64,7 @@ def _status(files: RunFiles) -> list[Block]:
     status, error = files.record.get("status"), files.record.get("error")
     if status == "finished":
         return []
-    title = STATUS.get(str(status), "The run has no status on record; this is what its directory holds.")
+    title = f"Not finished (status: {words(status)}); this is what the run has recorded so far."
     return [notice("bad", title, [words(error)] if error else [])]
 
 
@@ -100,7 +93,8 @@ def _attention(files: RunFiles) -> list[Block]:
     if faults := files.at("nonfinite"):
         lines.append(f"The loss or gradient was not finite at {counted(len(faults), 'step')}.")
     tokens = files.tokens()
-    lost = tokens.get("truncated", 0) + tokens.get("dropped", 0)
+    dropped = value_at(files.ledger, "total.tokens_dropped") or {}
+    lost = tokens.get("truncated", 0) + sum(count for reason, count in dropped.items() if reason not in MEANT)
     if lost > 0.01 * tokens.get("in", 0):
         lines.append(f"{lost:,} of {tokens['in']:,} tokens were truncated or dropped: see Data.")
     balance, balanced = _balance(files)
@@ -120,12 +114,7 @@ def _why_not_evaluated(files: RunFiles) -> str:
         done = [name for name in ("base", "tuned") if (files.run.path / "eval" / name / "results.json").is_file()]
         measured = f"Measured so far: {' and '.join(done)}." if done else "Nothing has been measured."
         script, reason = "eval", f"{measured} To measure what is missing:"
-    command = shlex.join(["bash", f"scripts/{script}.sh", str(files.run.path)])
-    return f"There is no comparison of base and tuned. {reason} {command}"
-
-
-def _evaluation(files: RunFiles) -> list[Block]:
-    return evaluation_blocks(files.comparison, files.recipe) if files.comparison else [text(_why_not_evaluated(files))]
+    return f"There is no comparison of base and tuned. {reason} {shown_command(script, str(files.run.path))}"
 
 
 def _trained(files: RunFiles) -> list[Block]:
@@ -239,30 +228,18 @@ def _environment(files: RunFiles) -> list[Block]:
 
 
 def _rerun(files: RunFiles) -> list[Block]:
-    """The commands that repeat the run."""
-    if not files.at("recipe_path"):
-        return [text("The command is missing.")]
-    path, folder, commit = Path(files.at("recipe_path")), files.at("working_directory"), files.at("git.commit")
-    shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
-    script, commands, repository = "scripts/sft.sh", [], "git"
-    if folder and shown == path:  # a recipe outside the repository: its paths are relative to where it was started
-        script, repository = str(REPOSITORY / script), f"git -C {shlex.quote(str(REPOSITORY))}"
-        commands.append(f"cd {shlex.quote(str(folder))}")
-    if commit:
-        commands.append(f"{repository} checkout {commit}")
-    commands.append(shlex.join(["bash", script, str(shown), *map(str, files.at("overrides") or [])]))
-    again: list[Any] = ["To rerun from this directory, which reports what has changed since: "]
-    again += [Code(f"bash scripts/sft.sh {files.run.path}"), "."]
-    if files.comparison:
-        again += [" To measure both models again: ", Code(f"bash scripts/eval.sh {files.run.path}"), "."]
-    if files.run.recipe_file.is_file():
-        again = ["The recipe: ", Link("recipe.yaml"), ". ", *again]
-    dirty = "The repository had uncommitted changes, so the commit alone may not give the same result."
-    return [Block("commands", commands), *([text(dirty)] if files.at("git.dirty") else []), text(*again)]
+    """The commands that repeat the run, and its evaluation."""
+    commit, path = files.at("git.commit"), str(files.run.path)
+    commands = [f"git checkout {commit}"] if commit else []
+    commands += [shown_command(script, path) for script in ("sft", "eval")]
+    dirty = "The repository had uncommitted changes, so the commit alone may not give the same result. "
+    link = [" The recipe: ", Link("recipe.yaml"), "."] if files.run.recipe_file.is_file() else []
+    notes = (dirty if files.at("git.dirty") else "", "A rerun reports what has changed since.", *link)
+    return [Block("commands", commands), text(*notes)]
 
 
 SECTIONS: dict[str, Callable[[RunFiles], list[Block]]] = {
-    "Evaluation": _evaluation,
+    "Evaluation": evaluation_blocks,
     "What was trained": _trained,
     "Chat samples": chat_blocks,
     "Documents that flipped": flips_blocks,
@@ -271,6 +248,5 @@ SECTIONS: dict[str, Callable[[RunFiles], list[Block]]] = {
     "Data": _data,
     "Plan": _plan,
     "Environment": _environment,
-    "Evaluation settings": settings_blocks,
     "Rerun": _rerun,
 }

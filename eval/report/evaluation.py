@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from eval.compare.gate import describe_gate
-from eval.report.blocks import Block, facts, notice, table, text
+from eval.report.blocks import Block, notice, table, text
 from eval.report.formats import code, counted, interval, is_number, kind_of, name_of, number, score, verdict_of, words
 from eval.report.run_files import RunFiles
 from sft.recipe.schema import Recipe
 
 Part = dict[str, Any]
 
-OPEN_SCORES, MOST_SCORES = 24, 200
-"""Rows of the scores that are open, and that are drawn."""
+MOST_SCORES = 24
+"""Metrics that are drawn; the table has all."""
 
 MOST_PROMPTS = 16
-MOST_FLIPS = 20
-"""Shown in each direction, over all tasks."""
+MOST_FLIPS = 10
+"""Shown of each task in each direction."""
 
 
 def _deciding(comparison: Part) -> list[Part]:
@@ -50,7 +48,7 @@ def verdict_notices(comparison: Part) -> list[Block]:
     notices = [notice(kind, title, lines)]
     if gate:
         passed = gate["passed"] is True
-        required = f"Required: {describe_gate(gate['asked'])}."
+        required = "Required: " + "; ".join(f"{key}: {words(value)}" for key, value in gate["asked"].items() if value)
         title = f"The gate {'passed' if passed else 'failed'}"
         notices.append(notice("good" if passed else "bad", title, [*map(words, gate["failures"]), required]))
     return notices
@@ -62,16 +60,15 @@ def _sentence(entry: Part) -> str:
     return f"{words(entry.get('task'))}, {name_of(entry)}: {scores} ({difference}; {number(entry.get('documents'))} documents)"
 
 
-def evaluation_blocks(comparison: Part, recipe: Recipe | None) -> list[Block]:
+def evaluation_blocks(files: RunFiles) -> list[Block]:
     """The scores, drawn and in numbers, and what limits them."""
+    comparison = files.comparison
+    if not comparison:
+        return []
     metrics, deciding = comparison.get("metrics") or [], _deciding(comparison)
     widest = max((_reach(entry) for entry in deciding if _is_bounded(entry)), default=0.0)
     rows = [_score_row(entry, widest) for entry in deciding[:MOST_SCORES]]
-    blocks = []
-    if rows:
-        blocks.append(Block("scores", {"widest": f"{widest:.3f}" if widest else "", "rows": rows[:OPEN_SCORES]}))
-    if more := rows[OPEN_SCORES:]:
-        blocks.append(Block("scores", {"widest": "", "rows": more}, f"{len(more)} more"))
+    blocks = [Block("scores", {"widest": f"{widest:.3f}" if widest else "", "rows": rows})] if rows else []
     cells = [[value(entry) for value in NUMBERS.values()] for entry in metrics]
     none = text("No task was measured on both models.")
     blocks.append(table([*NUMBERS], cells, range(2, 9), fold="All numbers") if metrics else none)
@@ -80,7 +77,7 @@ def evaluation_blocks(comparison: Part, recipe: Recipe | None) -> list[Block]:
     if not comparison.get("complete"):
         lines = [f"{task}: {reason}" for task, reason in (comparison.get("not_measured") or {}).items()]
         blocks.append(notice("warning", "The evaluation is incomplete. Not measured:", lines or [words(None)]))
-    return [*blocks, *_contamination(comparison.get("contamination")), _conditions(comparison, recipe)]
+    return [*blocks, *_contamination(comparison.get("contamination")), _conditions(comparison, files.recipe)]
 
 
 NUMBERS: dict[str, Callable[[Part], str]] = {
@@ -158,47 +155,19 @@ def _conditions(comparison: Part, recipe: Recipe | None) -> Block:
     limit = settings.get("limit")
     documents = f"at most {limit} documents per task" if limit else "all documents of each task"
     template = "with the chat template" if settings.get("apply_chat_template") else "without a chat template"
-    cut = ", ".join(comparison.get("prompts_cut") or [])
-    lost = f" Prompts longer than the context lost their beginning: {cut}." if cut else ""
-    # Comparisons of older versions have `base_treatment` and `told`.
-    prompting = comparison.get("prompting") or comparison.get("base_treatment") or {}
-    remark = prompting.get("note") or prompting.get("told")
-    sentence = f"Both models: {documents}, {template}, in {words(settings.get('dtype'))}.{lost}{f' {remark}' if remark else ''}"
+    remark = (comparison.get("prompting") or {}).get("note")
+    sentence = (
+        f"Both models: {documents}, {template}, in {words(settings.get('dtype'))}.{f' {remark}' if remark else ''}"
+    )
     if recipe is not None and recipe.model.quantization is not None:
         sentence += (
             f" Neither is quantized: the tuned model is the adapters merged into what {recipe.model.quantization} was dequantized to, the "
             "base has its own weights. So a difference includes what quantization costs."
         )
-    sentence += " A difference is tuned - base; ± is a standard error. Settings hash: "
+    sentence += (
+        " A difference is tuned - base; ± is a standard error. eval/comparison.json has all settings; their hash: "
+    )
     return text(sentence, code(str(comparison.get("settings_hash", ""))[:12] or None), ".")
-
-
-def settings_blocks(files: RunFiles) -> list[Block]:
-    """Everything that could move a score, by dotted key."""
-    comparison = files.comparison
-    if not comparison:
-        return []
-    settings = flattened(comparison.get("settings") or {})
-    values = {key: "not set" if value is None else words(value) for key, value in settings.items()}
-    for key, name in (("versions", "version of"), ("num_fewshot", "few-shot examples of")):
-        values |= {f"{name} {task}": words(one) for task, one in (comparison.get(key) or {}).items()}
-    sentence = "Base and tuned were measured under the same settings, with the hash "
-    return [text(sentence, code(comparison.get("settings_hash")), "."), facts(values, fold="All settings")]
-
-
-def flattened(values: Part, before: str = "") -> Part:
-    """Nested settings by dotted key.
-
-    >>> flattened({"a": {"b": 1}, "c": [1, "x"]})
-    {'a.b': 1, 'c': '[1, "x"]'}
-    """
-    flat: Part = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= flattened(value, f"{before}{key}.")
-        else:
-            flat[f"{before}{key}"] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-    return flat
 
 
 def chat_blocks(files: RunFiles) -> list[Block]:
@@ -224,9 +193,7 @@ def chat_blocks(files: RunFiles) -> list[Block]:
     more = len(prompts) - len(exchanges)
     others = f" {more} more prompts are there." if more else ""
     head = ["Model", "Answers", "Ended on their own", "Empty", "Looping", "Passed"]
-    how = (
-        f"Both models answered with {_decoding(chat.get('generation') or {})}. eval/chat.json has all answers.{others}"
-    )
+    how = f"Both models answered with the settings in eval/chat.json, which has all answers.{others}"
     return [table(head, rows, range(1, 5)), text(how), Block("exchanges", {"": exchanges})]
 
 
@@ -234,17 +201,6 @@ def _answer(side: str, answer: Part) -> Part:
     faults = (("did not end", not answer["ended"]), ("empty", answer["empty"]), ("loops", answer["loops"]))
     marks = [mark for mark, bad in faults if bad]
     return {"name": side, "text": words(answer["text"]), "marks": marks, "note": counted(answer["tokens"], "token")}
-
-
-def _decoding(generation: Part) -> str:
-    sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = ", ".join(f"{key} {number(generation[key])}" for key in sampling if is_number(generation.get(key)))
-    shown = ["greedy decoding" if not generation.get("do_sample") else f"sampling ({given})" if given else "sampling"]
-    if limit := generation.get("max_new_tokens"):
-        shown.append(f"at most {number(limit)} tokens")
-    if whose := generation.get("chat_template"):
-        shown.append(f"{whose} chat template")
-    return ", ".join(shown)
 
 
 def flips_blocks(files: RunFiles) -> list[Block]:
@@ -260,19 +216,13 @@ def flips_blocks(files: RunFiles) -> list[Block]:
     groups = {}
     for direction in ("lost", "gained"):
         these = [one for one in flips if one["direction"] == direction]
-        shown = [_flip(one) for one in _spread_over_tasks(these)]
+        by_task: dict[str, list[Part]] = {}
+        for one in these:
+            by_task.setdefault(one["task"], []).append(one)
+        shown = [_flip(one) for of_task in by_task.values() for one in of_task[:MOST_FLIPS]]
         if shown:
             groups[f"{direction.capitalize()}: {len(shown)} of {counted(len(these), 'document')}"] = shown
     return [table(head, rows, (2, 3)), text("eval/flips.jsonl has all of them."), Block("exchanges", groups)]
-
-
-def _spread_over_tasks(flips: list[Part]) -> list[Part]:
-    """The first flips of each task, as many of each as there is room for."""
-    tasks: dict[str, list[Part]] = {}
-    for flip in flips:
-        tasks.setdefault(flip["task"], []).append(flip)
-    ranked = sorted((place, task) for task, of_task in tasks.items() for place in range(len(of_task)))[:MOST_FLIPS]
-    return [tasks[task][place] for task in tasks for place, of in ranked if of == task]
 
 
 def _flip(flip: Part) -> Part:

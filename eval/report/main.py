@@ -57,10 +57,8 @@ def compare_runs(names: list[str]) -> Path:
     if len(names) > len(LETTERS):
         raise RunError(f"{len(names)} runs were given. Give one for its report, or 2 to {len(LETTERS)} to compare.")
     runs = [find_run(Path(name)) for name in names]
-    for place, run in enumerate(runs):
-        if run in runs[:place]:
-            first = names[runs.index(run)]
-            raise RunError(f"{first} and {names[place]} are the same run, {run.path}. Name each run once.")
+    if len(set(runs)) < len(runs):
+        raise RunError("A run is named twice. Name each run once.")
     page = Path(os.path.commonpath([run.path.parent for run in runs])) / "compare.html"
     with _one_message():
         write_text(page, redact(as_html(collect_runs([read_run(run) for run in runs], page.parent))))

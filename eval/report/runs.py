@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from markupsafe import Markup
-
 from eval.report.blocks import Block, notice, table, text
 from eval.report.charts import SMOOTH_FROM, Series, chart, running_mean, series_of
 from eval.report.collect import blocks_of, sections
-from eval.report.formats import Code, duration, interval, kind_of, name_of, number, verdict_of, words
-from eval.report.pages import attribute, html_text
+from eval.report.formats import MISSING, Code, Link, duration, interval, name_of, number, verdict_of, words
 from eval.report.run_files import RunFiles, column, data_names, model_name
 from eval.report.training import mean_rate
 
@@ -53,38 +50,23 @@ def collect_runs(runs: Runs, folder: Path) -> dict[str, Any]:
     }
 
 
-def _key(place: int) -> Markup:
-    """A run's letter in the color of its curves."""
-    return Markup('<b class="key c{}">{}</b>').format(place, LETTERS[place])
-
-
 def _attention(runs: Runs) -> list[Block]:
-    lines = []
-    for letter, files in zip(LETTERS, runs, strict=False):
-        if files.record.get("status") != "finished":
-            lines.append(f"{letter}: not finished ({words(files.record.get('status'))}): the numbers are those so far.")
-        if files.comparison and not files.comparison.get("complete"):
-            lines.append(f"{letter}: the evaluation is incomplete.")
-        if not _comparable(files, runs):
-            lines.append(
-                f"{letter}: measured under other settings than the first run, so its scores are not comparable."
-            )
-    return [notice("warning", "Worth knowing", lines)] if lines else []
-
-
-def _comparable(files: RunFiles, runs: Runs) -> bool:
-    """Whether a run was measured under the settings of the first run that was measured."""
     first = next((one.comparison for one in runs if one.comparison), {})
-    return not files.comparison or files.comparison.get("settings_hash") == first.get("settings_hash")
+    others = [
+        letter
+        for letter, files in zip(LETTERS, runs, strict=False)
+        if files.comparison and files.comparison.get("settings_hash") != first.get("settings_hash")
+    ]
+    title = "Measured under other settings than the first run, so that the scores are not comparable:"
+    return [notice("warning", title, others)] if others else []
 
 
 def _overview(runs: Runs, folder: Path) -> list[Block]:
     """What each run is, and how it ended."""
 
-    def link(files: RunFiles) -> object:
-        url = quote(os.path.relpath(files.run.page_file, folder))
-        there = Markup('<a href="{}">report.html</a>').format(attribute(url))
-        return there if files.run.page_file.is_file() else "not written yet"
+    def link(files: RunFiles) -> str:
+        page = files.run.page_file
+        return Link(quote(os.path.relpath(page, folder))) if page.is_file() else MISSING
 
     def last(files: RunFiles, key: str, form: str = ",") -> str:
         values = column(files, key)
@@ -108,7 +90,7 @@ def _overview(runs: Runs, folder: Path) -> list[Block]:
     rows: list[list[Any]] = [[name, *map(value, runs)] for name, value in values.items()]
     diff = Code(f"sft diff {runs[0].run.path} {runs[1].run.path}")
     differs = text("What differs between two runs in recipe, plan and data: ", diff)
-    return [table(["", *map(_key, range(len(runs)))], rows), differs]
+    return [table(["", *LETTERS[: len(runs)]], rows), differs]
 
 
 def _evaluation(runs: Runs) -> list[Block]:
@@ -116,28 +98,23 @@ def _evaluation(runs: Runs) -> list[Block]:
     measured = [place for place, files in enumerate(runs) if files.comparison]
     if not measured:
         return [text("None of the runs has a comparison of base and tuned.")]
-    found: dict[tuple[str, str], dict[int, Markup]] = {}
+    found: dict[tuple[str, str], dict[int, str]] = {}
     for place in measured:
         for entry in runs[place].comparison.get("metrics") or []:
             found.setdefault((words(entry.get("task")), name_of(entry)), {})[place] = _score(entry)
-    not_comparable = Markup('<span class="below bad">not comparable</span>')
-    marks = ["" if _comparable(runs[place], runs) else not_comparable for place in measured]
-    head = ["Task", "Metric", *(_key(place) + mark for place, mark in zip(measured, marks, strict=True))]
+    head = ["Task", "Metric", *(LETTERS[place] for place in measured)]
     rows = [[task, metric, *(by_run.get(place, "-") for place in measured)] for (task, metric), by_run in found.items()]
     legend = (
         "Each cell: base → tuned, the difference with its 95% confidence interval, and the verdict of the run's own comparison. "
         "Whether two tuned models differ by more than chance is not tested."
     )
-    return [table(head, rows, range(2, len(head))), text(legend)]
+    return [table(head, rows), text(legend)]
 
 
-def _score(entry: dict[str, Any]) -> Markup:
-    return Markup('{}<span class="below">{}</span><span class="below {}">{}</span>').format(
-        f"{number(entry.get('base'), '.4f')} → {number(entry.get('tuned'), '.4f')}",
-        f"{number(entry.get('difference'), '+.4f')} {interval(entry.get('interval_95'))}",
-        kind_of(verdict_of(entry)),
-        html_text(verdict_of(entry)),
-    )
+def _score(entry: dict[str, Any]) -> str:
+    scores = f"{number(entry.get('base'), '.4f')} → {number(entry.get('tuned'), '.4f')}"
+    difference = f"{number(entry.get('difference'), '+.4f')} {interval(entry.get('interval_95'))}"
+    return f"{scores}, {difference}, {verdict_of(entry)}"
 
 
 def _curves(runs: Runs) -> list[Block]:

@@ -34,12 +34,8 @@ def training_blocks(files: RunFiles) -> list[Block]:
         "Mean training loss": number(files.at("train_loss"), ".4f"),
     }
     if best := files.at("best"):
-        why = (
-            f", the best by {words(best['metric'])}: {number(best['value'], '.4f')}"
-            if best["value"] is not None
-            else ""
-        )
-        values["Step of the model in final/"] = f"{number(best['step'])}{why}"
+        by = f", by {words(best['metric'])}: {number(best['value'], '.4f')}" if best["value"] is not None else ""
+        values["Step of the model in final/"] = number(best["step"]) + by
     if eval_loss:
         values["Eval loss before training"] = number(files.at("held_out_loss_before"), ".4f")
         values["Eval loss at the end"] = f"{eval_loss[-1]:.4f} (lowest: {min(eval_loss):.4f})"
@@ -107,9 +103,8 @@ def during_blocks(files: RunFiles) -> list[Block]:
     for task, found in failures.items():
         sentences.append(f"{task} failed at {counted(len(found), 'of these step')}, last at {found[-1]}.")
     charts = [chart(task, metric, [Series(metric, *np.array(points, float).T)]) for (task, metric), points in shown]
-    last = {f"{task}, {metric}": number(points[-1][1], ".4f") for (task, metric), points in shown}
-    at = f"At step {number(files.during[-1]['step'])}:"
-    return [text(" ".join(sentences)), Block("charts", charts), text(at), facts(last)]
+    last = {f"{task}, {metric}, last": number(points[-1][1], ".4f") for (task, metric), points in shown}
+    return [text(" ".join(sentences)), Block("charts", charts), facts(last)]
 
 
 def _timed(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:

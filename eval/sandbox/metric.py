@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,14 +39,6 @@ class CodeEval:
 
     name = CODE_METRIC
 
-    def __init__(self) -> None:
-        self._endings: Counter[str] = Counter()
-
-    def take_endings(self) -> dict[str, int]:
-        """How the programs ended that were scored since the last call, and how many of each."""
-        endings, self._endings = self._endings, Counter()
-        return dict(endings)
-
     def compute(
         self,
         predictions: Sequence[Sequence[str]],
@@ -74,7 +65,6 @@ class CodeEval:
         ]
         ended = iter(run_programs(programs))
         problems = [[next(ended) for _ in candidates] for candidates in predictions]
-        self._endings.update(one.ending for outcomes in problems for one in outcomes)
         counts = [(len(outcomes), sum(one.ending == "passed" for one in outcomes)) for outcomes in problems]
         ks = [number for number in k if all(number <= n for n, _ in counts)]
         scores = {f"pass@{number}": sum(pass_at_k(n, c, number) for n, c in counts) / len(counts) for number in ks}
@@ -88,14 +78,6 @@ def _as_evaluate(outcomes: Sequence[Outcome]) -> list[tuple[int, dict[str, Any]]
     ]
 
 
-_metric = CodeEval()
-
-
-def code_metric() -> CodeEval:
-    """The one that lm_eval is given, with what it has run."""
-    return _metric
-
-
 def score_code_within_limits() -> None:
     """Have `evaluate.load("code_eval")` be ours: what lm_eval's code tasks call, in their own modules and by metric name."""
     import evaluate
@@ -106,7 +88,7 @@ def score_code_within_limits() -> None:
 
     def load_metric(path: str, *arguments: object, **options: object) -> object:
         if path.rpartition("/")[2] == CODE_METRIC:
-            return _metric
+            return CodeEval()
         # `evaluate` would run a folder of that name in the working directory before it looks for its own metric.
         if "/" not in path and (Path(path).is_file() or Path(path, f"{path}.py").is_file()):
             raise EvaluationError(
@@ -135,7 +117,6 @@ def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
     for name in outside:
         print(f"{name} runs the model's code by means of its own, OUTSIDE these limits, as lm_eval wrote it.")
     print(describe(sandbox), flush=True)
-    _metric.take_endings()  # lm_eval tries the metric where it imports the tasks
     return {"sandbox": sandbox, "outside_these_limits": outside}
 
 

@@ -8,7 +8,6 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from eval.sandbox.inside import RAISED
 from sft.errors import EvaluationError
@@ -230,22 +229,12 @@ def run_programs(programs: Sequence[str], limits: Limits = LIMITS) -> list[Outco
         pool.shutdown(cancel_futures=True)
 
 
-# What a program would have to manage for the sandbox to leak. Each runs before the first score and must be refused.
-_ESCAPES = {
-    "network": "import socket; socket.create_connection(('127.0.0.1', {port}), 5)",
-    "files": "open({outside!r}, 'a')",
-    "file size": "open('large', 'w').truncate({size} + 1)",
-    "environment": "import os; assert set(os.environ) - {variables!r}",
-    "user": "import os; assert os.getuid() == 0",
-}
-
-
 @cache
 def check_isolation(limits: Limits = LIMITS) -> str:
-    """Try out what holds generated code on this machine: bwrap's version; empty where the user allows limits alone.
+    """Run an empty program in the sandbox: bwrap's version; empty where the user allows limits alone.
 
     Raises:
-        EvaluationError: There is no sandbox, or it leaks.
+        EvaluationError: There is no sandbox.
     """
     try:
         if sys.platform != "linux":
@@ -260,12 +249,6 @@ def check_isolation(limits: Limits = LIMITS) -> str:
             f"Generated code needs a sandbox, and this machine has none: {error} Allow unprivileged user namespaces (in a container: "
             f"its seccomp profile), leave the code tasks out, or, in a container that you can throw away, set {WITHOUT_SANDBOX}=1."
         ) from error
-    with socket.create_server(("127.0.0.1", 0)) as server:  # outside the sandbox a connection succeeds
-        facts: dict[str, Any] = {"port": server.getsockname()[1], "outside": str(_INSIDE), "size": limits.file_bytes}
-        facts["variables"] = set(_environment("/tmp")) | {"PWD", "LC_CTYPE"}
-        for name, escape in _ESCAPES.items():
-            if run_program(escape.format(**facts), limits).ending == "passed":
-                raise EvaluationError(f"The sandbox for generated code leaks here: {name}.")
     version = subprocess.run([_bwrap() or "bwrap", "--version"], capture_output=True, text=True, check=True).stdout
     return version.strip()
 

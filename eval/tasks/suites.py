@@ -185,7 +185,7 @@ def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path
 def needs_consent(task: str) -> str:
     """The refusal of a task that runs generated code."""
     return (
-        f"{task} runs Python code that the model writes, on this machine, within limits that are tried out first "
+        f"{task} runs Python code that the model writes, on this machine, within limits "
         "(docs/evaluation-code.md says which). To allow that, set eval.confirm_run_unsafe_code=true."
     )
 

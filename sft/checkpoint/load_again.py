@@ -75,7 +75,8 @@ class Load:
         if status == -signal.SIGKILL:
             return "was killed, as Linux does where memory runs out"
         last = "".join((self.exchange / "stderr").read_text(errors="replace").strip().splitlines()[-1:])
-        return f"ended with status {status}: {last}" if status else None
+        done = status == 0 and (self.exchange / "result.json").exists()
+        return None if done else f"ended with status {status}: {last}"
 
 
 def exchange_of(run: Run) -> Path:

@@ -50,6 +50,9 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         trl: What SFTTrainer takes.
     """
 
+    is_part = False
+    """Whether other ranks hold other parameters."""
+
     def __init__(
         self, job: Job, resume_plan: ResumePlan | None, saving: Callable[[], AbstractContextManager[None]], **trl: Any
     ) -> None:
@@ -152,10 +155,7 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         """The live model, the checkpoint's full tensors, and their names by those of the live trained parameters."""
         module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         tensors = open_full(plan.checkpoint, plan.writer, adapter_names(module))
-        return module, tensors, self._source_names(module, tensors)
-
-    def _source_names(self, module: Any, tensors: FullTensors) -> dict[str, str]:
-        return source_names(module, tensors)
+        return module, tensors, source_names(module, tensors, self.is_part)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.reshards:  # else once the optimizer exists

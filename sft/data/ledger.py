@@ -25,7 +25,7 @@ _TOO_LONG_WORDS = {
 }
 """By data.overlong: what the rows that it drops have in common, and what to set instead."""
 
-_MEANT = ("duplicate", "held_out", "not_drawn", "zero_weight", "function")
+MEANT = ("duplicate", "held_out", "not_drawn", "zero_weight", "function")
 """Reasons for dropping a row that are not faults."""
 
 
@@ -133,7 +133,7 @@ def check_limits(ledger: dict[str, Any], data: Data) -> None:
             f"data.max_overlong_fraction={data.max_overlong_fraction:g} allows. Raise data.max_length, set data.overlong to {other}, or "
             f"raise the limit.\n{histogram(ledger)}"
         )
-    faults = {reason: count for reason, count in dropped.items() if reason not in (*_TOO_LONG, *_MEANT)}
+    faults = {reason: count for reason, count in dropped.items() if reason not in (*_TOO_LONG, *MEANT)}
     faulty = sum(faults.values())
     if faulty > data.max_dropped_fraction * rows["in"]:
         raise DataError(

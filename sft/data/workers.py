@@ -14,7 +14,7 @@ from itertools import chain, islice
 from sft.data.documents import Chunk, DocumentMaker
 from sft.data.readers import BadRow, Row
 from sft.errors import RunError
-from sft.program import end_with_parent
+from sft.program import end_with_parent, shown_command
 from sft.recipe.schema import Source
 
 CHUNK_ROWS = 500
@@ -54,7 +54,7 @@ def made_chunks(
         except BrokenProcessPool:
             raise RunError(
                 f"The system ended a process that prepared {source.path}, most often because memory ran out. Use fewer cores "
-                "(taskset -c 0-3 bash scripts/sft.sh ...) or more memory."
+                f"(taskset -c 0-3 {shown_command('sft')} ...) or more memory."
             ) from None
         finally:
             for future in waiting:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from sft.errors import ExportError, did_you_mean
 from sft.export.source import check_unchanged, find_exported, find_run_to_export
+from sft.program import shown_command
 from sft.run.trust import ACCEPT, check_model_code
 from sft.terminal import visible_line
 
@@ -33,7 +34,7 @@ _ONLY = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ExportError(f"{message}. See bash scripts/export.sh --help.")
+        raise ExportError(f"{message}. See {shown_command('export', '--help')}.")
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:

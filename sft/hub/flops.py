@@ -1,6 +1,6 @@
 """Counts the FLOPs that a model's arithmetic needs for a step, from its weights and the lengths of the documents.
 
-The formula is in docs/metrics.md. Counted is what the mathematics needs, once: activations that are computed again, padding,
+The formula is in docs/architecture.md. Counted is what the mathematics needs, once: activations that are computed again, padding,
 and the half of the attention matrix that causality hides are no work.
 """
 

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from shlex import join
 from typing import Any, TypeVar
 
 from sft.data.facts import inspect_data
@@ -213,13 +212,13 @@ def _size(draft: Draft, rows: Rows, facts: ModelFacts, sample: Tokenized, drawn:
 
 
 def _title(data: str, output: Path, draft: Draft) -> list[str]:
-    recipe, file = draft.recipe(), join([str(output)])
+    recipe, command = draft.recipe(), shown_command("sft", str(output))
     how = "LoRA on" if recipe.model.lora is not None else "Full fine-tune of"
     return [
         f"{how} {recipe.model.name_or_path}, with {data}. Written by `sft init`; every value is yours to change.",
-        f"  bash scripts/sft.sh {file} --show 3    # three rows as the model gets them, and what was found in the data",
-        f"  bash scripts/sft.sh {file} --plan      # every decision with its reason",
-        f"  bash scripts/sft.sh {file}",
+        f"  {command} --show 3    # three rows as the model gets them, and what was found in the data",
+        f"  {command} --plan      # every decision with its reason",
+        f"  {command}",
     ]
 
 

@@ -7,13 +7,14 @@ import re
 import socket
 import tomllib
 from collections.abc import Sequence
-from importlib.metadata import distributions
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 from sft.errors import PlanError
 from sft.launch.job import CheckedRecipe, check_recipe
 from sft.launch.topology import Topology, read_topology
 from sft.plan.hardware import check_visible_gpus, detect_hardware, whole_number
+from sft.program import shown_command
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {
@@ -26,7 +27,10 @@ _LAUNCHERS = {
 def check_installed() -> None:
     """Refuse packages older than pyproject.toml allows (PlanError); newer ones are untested, and run."""
     file = REPOSITORY / "pyproject.toml"
-    needed = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"] if file.is_file() else []
+    if file.is_file():
+        needed = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        needed = [line for line in requires("sft-recipes") or [] if "extra ==" not in line]
     for name, least in re.findall(r"^([\w-]+)[^>]*>=([\d.]+)", "\n".join(needed), re.MULTILINE):
         found = next(iter(distributions(name=name)), None)
         release = re.match(r"[\d.]*\d", found.version or "") if found else None
@@ -47,7 +51,7 @@ def check_started_once() -> None:
         if name in os.environ:
             raise PlanError(
                 f"{name}={os.environ[name]} is set: {launcher} has started this, and each of its processes would start a whole "
-                "job. Run bash scripts/sft.sh by itself, it starts one process for each GPU; or have the launcher start -m sft.train. "
+                f"job. Run {shown_command('sft')} by itself, it starts one process for each GPU; or have the launcher start -m sft.train. "
                 f"Where it is a leftover: unset {name}."
             )
 
@@ -68,7 +72,7 @@ def check_rank_variables() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise PlanError(
             f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "
-            "both, scripts/sft.sh or torchrun."
+            f"both, {shown_command('sft')} or torchrun."
         )
     for name, least, most in (("LOCAL_WORLD_SIZE", 1, None), ("LOCAL_RANK", 0, None), ("RANK", 0, ranks - 1)):
         whole_number(name, least, least, most)
@@ -78,7 +82,7 @@ def check_rank_variables() -> None:
     if missing:
         raise PlanError(
             f"WORLD_SIZE={ranks}, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. A launcher sets them in each "
-            "process: bash scripts/sft.sh, or torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
+            f"process: {shown_command('sft')}, or torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
         )
     there = [name for _, name in socket.if_nameindex()]
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -18,7 +18,7 @@ from sft.plan.memory_estimate import GIB
 from sft.plan.plan import print_plan
 from sft.recipe.load import load_recipe
 from sft.recipe.local_code import check_code
-from sft.recipe.write import edited
+from sft.recipe.write import recipe_lines
 from sft.terminal import visible_line
 
 
@@ -127,10 +127,14 @@ def _check_file(file: Path) -> None:
 
 def _write(file: Path, recipe: Path, overrides: Sequence[str], chosen: Proposal) -> None:
     """Write the recipe with the overrides and the change, and read it as a start does."""
-    text = edited(recipe.read_text(encoding="utf-8"), [*overrides, *chosen.overrides])
+    changes = [*overrides, *chosen.overrides]
+    words = join({word.partition("=")[0]: word for word in changes}.values())
+    values = load_recipe(recipe, changes).model_dump(mode="json", exclude_unset=True)
+    numbers = [f"{key}: {values.pop(key)}" for key in ("schema_version", "version")]
+    lines = [f"# {visible_line(f'{recipe} with {words}')}", *numbers, *recipe_lines(values, {})]
     try:
         with file.open("x", encoding="utf-8") as out:
-            out.write(text)
+            out.write("\n".join(lines) + "\n")
     except OSError as error:
         raise RecipeError(f"--write {file}: it cannot be written: {error.strerror}.") from None
     try:
@@ -138,5 +142,4 @@ def _write(file: Path, recipe: Path, overrides: Sequence[str], chosen: Proposal)
     except BaseException:
         file.unlink()
         raise
-    last = {word.partition("=")[0]: word for word in [*overrides, *chosen.overrides]}
-    print(f"{file}: {recipe} with {join(last.values())}. Its comments are as they were: read them.")
+    print(f"{file}: {recipe} with {words}, without its comments.")

@@ -22,7 +22,7 @@ from sft.plan.batch import check_batch
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.plan.resolve import planned
-from sft.recipe.load import find_file, load_recipe
+from sft.recipe.load import find_recipe, load_recipe
 from sft.recipe.local_code import check_code
 from sft.recipe.schema import Recipe
 from sft.run.directory import check_names
@@ -87,7 +87,7 @@ def open_recipe(recipe_path: Path, overrides: Sequence[str], for_data: bool = Fa
 
 
 def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
-    path = find_file(str(recipe_path))
+    path = find_recipe(str(recipe_path))
     recipe = load_recipe(path, overrides)
     check_names(path, recipe.tracking.run_name)
     check_code(recipe)
@@ -137,10 +137,6 @@ def check_tasks_during(recipe: Recipe) -> None:
     try:
         check_tasks(recipe.eval.during, Path(recipe.output_dir))
     except EvaluationError as error:
-        why = f"eval.every_steps: {error}"
-        if "Python code" in str(error):
-            why = (
-                "eval.every_steps: during the training no generated code is run, whatever eval.confirm_run_unsafe_code says. "
-                f"eval.every_tasks names what is measured then.\n{error}"
-            )
-        raise EvaluationError(why) from None
+        raise EvaluationError(
+            f"eval.every_steps (it measures eval.every_tasks, none of which may run generated code): {error}"
+        ) from None

@@ -17,7 +17,6 @@ from subprocess import Popen
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, entry_folder, find_prepared
-from sft.files import cached
 from sft.launch.auto_tune import auto_tune
 from sft.launch.checks import check_installed, check_started_once, checked_recipe_and_topology
 from sft.launch.evaluation import become_evaluation, unfinished_evaluation
@@ -38,7 +37,6 @@ from sft.plan.plan import print_plan
 from sft.plan.time import check_price, cost_line, estimate_time
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
-from sft.recipe.schema import REPOSITORY
 from sft.terminal import visible_line
 
 
@@ -136,21 +134,13 @@ def check_trainer_arguments(job: Job) -> None:
         own_callbacks(job.recipe)
     model = job.recipe.model
     if job.model.model_type is not None and (model.lora is not None or model.freeze):
-        # Importing what checks them takes seconds: what passed once passes.
-        code = sorted((REPOSITORY / "sft" / "model").glob("*.py"))
-        if model.trust_remote_code or not cached("trained", [job.model.config, model], code, lambda: _trains(job)):
-            _trains(job)
+        from sft.model.load import check_trained
+
+        check_trained(job)
     if job.recipe.train.trainer_args:
         from sft.train.arguments import check_trainer_args
 
         check_trainer_args(job)
-
-
-def _trains(job: Job) -> bool:
-    from sft.model.load import check_trained
-
-    check_trained(job)
-    return True
 
 
 def check_tokenizer(job: Job) -> None:

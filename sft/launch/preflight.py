@@ -24,8 +24,10 @@ from sft.launch.open_run import unfinished_run
 from sft.parallel import process_group as distributed
 from sft.plan.disk import estimate_disk
 from sft.plan.job import Job
+from sft.plan.resolve import planned
+from sft.plan.traffic import compare_traffic
 from sft.recipe.changes import differences
-from sft.recipe.schema import REPOSITORY
+from sft.recipe.schema import REPOSITORY, SHIPPED
 from sft.run.record import installed_versions
 
 REMEDIES = {
@@ -38,7 +40,8 @@ REMEDIES = {
 }
 """Sections of a rank's facts, and what to do if they differ."""
 _VARIABLES = "variables"  # the section that may differ, which is shown
-_CODE = ("sft/**/*.py", "sft/**/*.jinja", "eval/**/*.py", "ds_configs/*.json")
+_CODE = [(REPOSITORY, pattern) for pattern in ("sft/**/*.py", "sft/**/*.jinja", "eval/**/*.py")]
+_CODE.append((SHIPPED, "ds_configs/*.json"))
 # Of environment variables that change how ranks communicate; names of network interfaces may differ from node to node.
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DIST", "TORCH_CPP_LOG", "FI_", "UCX_")
 _MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # of the all-reduce that is timed
@@ -79,7 +82,7 @@ def _all_checks(job: Job, measure: bool = False) -> tuple[list[Facts], list[Chec
 def rank_facts(job: Job, rank: int) -> Facts:
     """What this rank brings to the comparison; plain values, since another version of the program may read them."""
     folder = str(Path(job.recipe.output_dir).expanduser().resolve() / job.name)
-    files = sorted(file for pattern in _CODE for file in REPOSITORY.glob(pattern))
+    files = {str(file.relative_to(root)): file for root, pattern in _CODE for file in sorted(root.glob(pattern))}
     variables = {
         name: one
         for name, one in sorted(os.environ.items())
@@ -89,7 +92,7 @@ def rank_facts(job: Job, rank: int) -> Facts:
         "rank": rank,
         "host": socket.gethostname(),
         "packages": installed_versions(),
-        "code": {str(file.relative_to(REPOSITORY)): sha256(file.read_bytes()).hexdigest()[:12] for file in files},
+        "code": {name: sha256(file.read_bytes()).hexdigest()[:12] for name, file in files.items()},
         "recipe": job.recipe.model_dump(mode="json")
         | {"the run's folder": folder, "the model's commit": job.model.commit},
         "plan": job.plan.settings() | {"processes of the machine": job.hardware.ranks_per_node},
@@ -205,7 +208,11 @@ def _check_all_reduce(job: Job, measure: bool) -> Check:
         )
     # A ring moves 2 (n - 1) / n of the tensor over each link. The first all-reduce connects.
     speed = 2 * (ranks - 1) / ranks * tensor.nbytes / min(seconds[1:] or seconds) / 1e9
-    return Check("all-reduce", f"the right sum; {speed:.2f} GB/s" if measure else "the right sum")
+    if not measure:
+        return Check("all-reduce", "the right sum")
+    traffic = compare_traffic(job, planned)
+    at_it = f"; at that speed {traffic.words(speed * 1e9)}" if traffic else ""
+    return Check("all-reduce", f"the right sum; {speed:.2f} GB/s{at_it}")
 
 
 def refuse(checks: Sequence[Check]) -> None:

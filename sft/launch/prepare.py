@@ -6,6 +6,7 @@ until the first is done.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from sft.hub.model_facts import ModelFacts
 from sft.launch.job import CheckedRecipe, checked_model, open_recipe, parse_command_line, plan_job
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
 from sft.plan.job import Job
-from sft.program import end_with_parent, exit_process, run_main
+from sft.program import end_with_parent, exit_process, run_main, shown_command
 from sft.recipe.schema import Recipe
 from sft.signals import EXITS, SIGNALS, exit_status, held_back
 
@@ -63,11 +64,9 @@ def plan_beside_preparation(checked: CheckedRecipe) -> tuple[Job, subprocess.Pop
     process = begin_preparation(checked.recipe, checked_model(checked.recipe, for_data=True), command)
     if process is not None:
         _end_if_it_fails(process)
-    try:
-        return plan_job(checked), process
-    except BaseException:
-        end_preparation(process)
-        raise
+        # However this process ends: one that outlived it would say that it was interrupted, below the reason.
+        atexit.register(end_preparation, process)
+    return plan_job(checked), process
 
 
 def end_preparation(process: subprocess.Popen[bytes] | None) -> None:
@@ -131,7 +130,7 @@ def _wait_for(process: subprocess.Popen[bytes]) -> None:
     if status < 0:
         raise RunError(
             f"The preparation of the data was ended by signal {-status}, which most often means that memory ran out. Give it fewer "
-            "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
+            f"cores (taskset -c 0-3 {shown_command('sft')} ...) or more memory, and start again."
         )
     if status:
         exit_process(status)  # it has said why

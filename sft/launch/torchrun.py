@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import socket
@@ -40,11 +39,6 @@ _KILL_SECONDS = 3.0  # that the ranks may take to end after a second signal
 _STORE_SECONDS = 15.0  # that another node's restart waits for node 0 to end, which may have been sooner
 _RESTARTS = "SFT_RESTARTS"  # environment variable: how often this job has restarted
 _ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
-# What torch's ProcessGroupNCCL prints on a timeout, and what its watchdog thread throws, which ends the process with SIGABRT.
-_NCCL_WAITED = re.compile(
-    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+).*?\) ran for (\d+) milliseconds"
-)
-_NCCL_ENDED = re.compile(r"Process group watchdog thread terminated with exception: (.*)")
 _KILLED = ", most often by the kernel because memory ran out (dmesg says so; then start fewer processes with NPROC, or see docs/memory.md)"
 
 
@@ -142,13 +136,12 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
     os.environ["SFT_LAUNCHER"] = str(os.getpid())
     # What is ignored stays so: nohup.
     heard = [number.name for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    kills = _out_of_memory_kills()
     signals.hold(_on_signal)
     try:
         run(parse_args(["--signals-to-handle", ",".join(heard), *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         signals.ignore()
-        return _report_failures(error.failures, kills)
+        return _report_failures(error.failures)
     except SignalException as stopped:
         signals.ignore()
         return _record_interruption(stopped.sigval), False
@@ -207,7 +200,7 @@ def first_failure(failures: Mapping[int, Any]) -> int:
     return min(failures, key=order)
 
 
-def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[int, bool]:
+def _report_failures(failures: Mapping[int, Any]) -> tuple[int, bool]:
     """Name the first failure if its rank could not; returns the exit status, and whether a restart may help."""
     codes = {failure.exitcode for failure in failures.values()}
     if codes <= _ENDED_BY_A_SIGNAL:  # the ranks agreed to stop, and have said so
@@ -218,10 +211,11 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
         if (shown_failure(launcher=launcher) or "").startswith("Interrupted by"):
             # torchrun ended another rank for this one, and that rank spoke first.
             (launch_folder(launcher) / FAILURE).unlink(missing_ok=True)
-        why = _why_killed(kills) if -code == signal.SIGKILL else ""
+        why = _KILLED if -code == signal.SIGKILL else ""
         ended = f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
-        if -code == signal.SIGABRT and (waited := _why_nccl_aborted(rank, run)):
-            ended = f"lost the other ranks: {waited}. {lost_ranks_remedy(run.recipe().train.ddp_timeout if run else None, run)}"
+        if -code == signal.SIGABRT and (where := _where_nccl_says(rank, run)):
+            remedy = lost_ranks_remedy(run.recipe().train.ddp_timeout if run else None, run)
+            ended = f"lost the other ranks: NCCL's watchdog ended it, because a collective failed or took too long ({where}). {remedy}"
         show_first(failure_text(rank, ended), launcher)
     elif code == EXIT_LOST_RANK and shown_failure(launcher=launcher) is None:
         log = f" Its log: {run.path / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
@@ -238,49 +232,25 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
     return (code if code > 0 else EXIT_LOST_RANK), code < 0 or code == EXIT_LOST_RANK
 
 
-def _why_nccl_aborted(rank: int, run: Run | None) -> str | None:
-    """Why NCCL's watchdog, a thread of torch's, has ended a rank of this node; None where it has not.
+def _where_nccl_says(rank: int, run: Run | None) -> Path | None:
+    """The file in which NCCL's watchdog, a thread of torch's, says that it has ended a rank of this node; None where it has not.
 
     It says so on standard error, which of all ranks but rank 0 is a file, and writes the flight recorder's first.
     """
     log = (run.path / "logs" if run else launch_folder(os.getpid())) / f"rank-{rank}.log"
-    with suppress(OSError):
-        last_start = log.read_text(errors="replace").rpartition(f"] rank {rank} on ")[2]
-        if waited := _NCCL_WAITED.search(last_start):
-            return f"NCCL waited {int(waited[3]) / 1000:.0f} s for {waited[2]}, number {waited[1]} of its collectives"
-        if ended := _NCCL_ENDED.search(last_start):
-            return f"NCCL's watchdog ended it ({ended[1].strip()[:200]})"
     record = Path(os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(log.with_name("flight-recorder-"))) + str(rank))
     with suppress(OSError):
+        if "watchdog" in log.read_text(errors="replace").rpartition(f"] rank {rank} on ")[2].lower():
+            return log
+    with suppress(OSError):
         if record.stat().st_mtime >= psutil.Process().create_time():
-            return f"NCCL's watchdog ended it, because a collective failed or took too long ({record})"
+            return record
     return None
 
 
 def _run() -> Run | None:
     folder = run_of(os.getpid())
     return Run(folder) if folder is not None else None
-
-
-def _out_of_memory_kills() -> int | None:
-    """The kernel's count of processes killed for memory, in this container and on the machine. None: unknown."""
-    counts = []
-    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
-        with suppress(OSError):
-            counts += [int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill ")]
-    return sum(counts) if counts else None
-
-
-def _why_killed(before: int | None) -> str:
-    now = _out_of_memory_kills()
-    if before is None or now is None:
-        return _KILLED
-    if now > before:
-        return (
-            ": the machine ran out of memory. Start fewer processes (NPROC), or make each need less (train.micro_batch_size, a DeepSpeed "
-            "file with a higher stage, docs/memory.md)"
-        )
-    return ", by a user or scheduler (no out-of-memory kill in the kernel log)"
 
 
 def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_after: int) -> NoReturn:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
@@ -71,8 +72,18 @@ def _key(model: Model) -> str:
     return f"model.name_or_path={model.name_or_path}"
 
 
+FindModules = Callable[[Any], list[str]]
+"""Names of modules of a model without values whose weights are not to be loaded."""
+
+
 def load_base(
-    model: Model, path: str, dtype: torch.dtype, tokenizer: Any, storage: torch.dtype = torch.uint8, **arguments: Any
+    model: Model,
+    path: str,
+    dtype: torch.dtype,
+    tokenizer: Any,
+    storage: torch.dtype = torch.uint8,
+    without: FindModules | None = None,
+    **arguments: Any,
 ) -> Any:
     """The model that training starts from, quantized if the recipe says so, with rows for new tokens and the tokenizer's special tokens.
 
@@ -82,6 +93,7 @@ def load_base(
         dtype: Of the weights.
         tokenizer: From load_tokenizer, or as it was saved.
         storage: Of the tensors that hold 4-bit weights.
+        without: Modules that stay on the meta device.
         arguments: Of from_pretrained.
 
     Raises:
@@ -94,8 +106,13 @@ def load_base(
     if model.rope_scaling is not None:
         config = load_config(path, model.revision, model.trust_remote_code)
         arguments["config"] = scale_positions(config, model.rope_scaling)
+    kind: Any = AutoModelForCausalLM
+    if without is not None:
+        config = load_config(path, model.revision, model.trust_remote_code)
+        empty = empty_model(config, model.trust_remote_code)
+        kind = _class_without(type(empty), without(empty))
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        loaded, info = kind.from_pretrained(
             path,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
@@ -109,12 +126,27 @@ def load_base(
         raise
     except (OSError, ValueError, ImportError, UnpicklingError) as error:
         raise ModelError(f"{_key(model)}: {_why(error)}") from None
+    loaded.__class__ = type(loaded) if without is None else type(empty)
     refuse_misfit(find_misfit(loaded, info), weights[-1])
     check_values(loaded, weights[-1])
     keep_training_arithmetic(loaded)
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
     loaded.generation_notes = _settle_generation(loaded, tokenizer)
     return loaded
+
+
+def _class_without(kind: Any, names: list[str]) -> Any:
+    """A model's class of which from_pretrained reads no weights of some modules, as if they were not the model's."""
+    short = (name.removeprefix(f"{kind.base_model_prefix}.") for name in names)  # so they stand in a base model's files
+    others = re.compile(rf"(^|\.)({'|'.join(map(re.escape, short))})\.")
+
+    def state_dict(self: Any, *args: Any, **arguments: Any) -> Any:
+        named = kind.state_dict(self, *args, **arguments).items()
+        return {name: tensor for name, tensor in named if not others.search(name)}
+
+    ignored = {*(kind._keys_to_ignore_on_load_unexpected or ()), others.pattern}
+    changes = {"state_dict": state_dict, "_keys_to_ignore_on_load_unexpected": ignored, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), changes)
 
 
 def _why(error: Exception) -> str:
@@ -133,12 +165,13 @@ def _why(error: Exception) -> str:
     return f"it cannot be loaded: {first}"
 
 
-def load_model(job: Job, tokenizer: Any) -> Any:
+def load_model(job: Job, tokenizer: Any, without: FindModules | None = None) -> Any:
     """Load the model that is to be trained.
 
     Args:
         job: Where it is, and its precision, attention and kernels.
         tokenizer: From load_tokenizer; its special tokens become the model's, and its new tokens get rows.
+        without: Modules that stay on the meta device.
 
     Raises:
         ModelError: It cannot be loaded, or the tokenizer is not its own.
@@ -154,6 +187,7 @@ def load_model(job: Job, tokenizer: Any) -> Any:
             weights_dtype(job),
             tokenizer,
             storage(job),
+            without,
             attn_implementation=job.plan.attention.value,
             **loading_arguments(job),
             **empty,

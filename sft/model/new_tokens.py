@@ -49,13 +49,15 @@ def check_untrained(job: Job, tokenizer: Any, untrained: Sequence[int]) -> None:
     """Refuse rows that were never trained where they cannot be trained beside adapters.
 
     Raises:
-        PlanError: The embedding is sharded.
+        PlanError: The embedding is sharded, or in pipeline stages.
     """
-    if untrained and (_is_zero_3(job) or job.fsdp is not None or job.recipe.train.tensor_parallel_size > 1):
+    train = job.recipe.train
+    is_split = max(train.tensor_parallel_size, train.pipeline_parallel_size) > 1
+    if untrained and (_is_zero_3(job) or job.fsdp is not None or is_split):
         raise PlanError(
             f"model.lora: the embeddings of {named(tokenizer, untrained)}, which the data holds, were never trained, and beside adapters "
-            "peft cannot train single rows of an embedding that is sharded. Train on DDP or with train.deepspeed=zero2, or all weights: "
-            "model.lora=null."
+            "peft cannot train single rows of an embedding that is sharded or in pipeline stages. Train on DDP or with "
+            "train.deepspeed=zero2, or all weights: model.lora=null."
         )
 
 
@@ -137,6 +139,8 @@ def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_token
 
 def _made_up(weight: Any, special: list[int], ordinary: list[int], vocabulary: set[int]) -> list[int]:
     """The special tokens whose rows are nearly another special token's, a spare one, or the mean of the ordinary ones."""
+    if weight.is_meta:  # on this rank
+        return []
     with torch.no_grad(), _gathered(weight):
         rows = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         spare = [row for row in range(len(rows)) if row not in vocabulary][:1]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Collection
@@ -26,6 +28,7 @@ from sft.files import cache_folder
 from sft.plan.deepspeed import DeepSpeedFile
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
+_DISK = "async_io"
 
 
 def own_folder() -> Path:
@@ -35,9 +38,10 @@ def own_folder() -> Path:
 
 
 def operations(file: DeepSpeedFile, uses_gpu: bool) -> list[str]:
-    """The operations that a training with this file uses: CPU ranks reduce by one, and an offloaded optimizer is one, also beside a GPU."""
+    """The operations that a training with this file uses: CPU ranks reduce by one, an offloaded optimizer is one, and disks take two."""
     offloads = file.devices[0] != "none" and file.config.get("zero_force_ds_cpu_optimizer", True)
-    return ([] if uses_gpu else ["deepspeed_shm_comm"]) + (["cpu_adam"] if offloads else [])
+    disk = ["pin_memory", _DISK] if "nvme" in file.devices else []
+    return ([] if uses_gpu else ["deepspeed_shm_comm"]) + (["cpu_adam"] if offloads else []) + disk
 
 
 def prepare_builds(needed: Collection[str]) -> list[str]:
@@ -94,6 +98,18 @@ def _check_compiler(unbuilt: list[str]) -> None:
             "scripts/sft.sh, or put .venv/bin on PATH (ninja); install a compiler and Python's headers (apt-get install g++ python3-dev); "
             f"or use {instead}."
         )
+    if _DISK in unbuilt and not _links_with_libaio(compiler):
+        raise PlanError(
+            f"train.deepspeed: offload to NVMe needs libaio, and {compiler} finds no libaio.h or no libaio.so. Install it (apt-get install "
+            "libaio-dev), name its place in CFLAGS and LDFLAGS, or use zero3_offload."
+        )
+
+
+def _links_with_libaio(compiler: str) -> bool:
+    flags = [word for name in ("CFLAGS", "LDFLAGS") for word in shlex.split(os.environ.get(name, ""))]
+    program = b"#include <libaio.h>\nint main() { return io_setup(1, nullptr); }"
+    words = [compiler, "-x", "c++", "-", *flags, "-laio", "-o", os.devnull]
+    return subprocess.run(words, input=program, capture_output=True, check=False).returncode == 0
 
 
 def _is_held(lock: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -41,41 +42,39 @@ class Elsewhere(torch.nn.Module):
         return hidden_states if arrived is None else arrived
 
 
-def take_stage(model: Any, stages: tuple[range, ...], index: int) -> bool:
-    """Remove the layers of all stages but one; embeddings stay with the first, norm and output head with the last.
-
-    Returns:
-        Whether the embedding is tied: then it stays with the last stage, too, where it is the head.
+def of_other_stages(causal: Any, stages: tuple[range, ...], index: int) -> list[str]:
+    """Names of the modules that a stage does without: embeddings are with the first, norm and output head with the last, and tied
+    embeddings with both.
 
     Raises:
-        ModelError: The model's layers are not where transformers' decoders have them; rows of its embeddings are trained beside adapters; a
-            stage has nothing to train.
+        ModelError: The model's layers are not where transformers' decoders have them.
     """
-    causal, backbone = _parts(model)
-    key = f"train.pipeline_parallel_size={len(stages)}"
-    layers, head = getattr(backbone, "layers", []), causal.get_output_embeddings()
+    backbone, embedding, head = causal.base_model, causal.get_input_embeddings(), causal.get_output_embeddings()
+    layers = getattr(backbone, "layers", [])
     if len(layers) != stages[-1].stop or not hasattr(backbone, "norm") or head is None:
         raise ModelError(
-            f"{key}: {type(causal).__name__} has no list of {stages[-1].stop} layers between embedding, norm and head. Set it to 1."
+            f"train.pipeline_parallel_size={len(stages)}: {type(causal).__name__} has no list of {stages[-1].stop} layers between "
+            "embedding, norm and head. Set it to 1."
         )
-    if hasattr(causal.get_input_embeddings(), "token_adapter"):
-        raise ModelError(
-            f"{key} with embeddings that are trained row by row beside adapters is untested. Set model.lora=null."
-        )
-    tied, is_last = head.weight is causal.get_input_embeddings().weight, index == len(stages) - 1
-    for number in set(range(len(layers))) - set(stages[index]):
-        layers[number] = Elsewhere(layers[number])
-    if index > 0 and not (tied and is_last):
-        causal.set_input_embeddings(Elsewhere(causal.get_input_embeddings()))
-    if not is_last:
-        backbone.norm = Elsewhere(backbone.norm)
-        causal.set_output_embeddings(Elsewhere(head))
+    is_first, is_last = index == 0, index == len(stages) - 1
+    is_end_of_tied = head.weight is embedding.weight and (is_first or is_last)
+    without = {layer for number, layer in enumerate(layers) if number not in stages[index]}
+    without |= set() if is_last else {backbone.norm}
+    without |= set() if is_first or is_end_of_tied else {embedding}
+    without |= set() if is_last or is_end_of_tied else {head}
+    return [name for name, module in causal.named_modules() if module in without]
+
+
+def take_stage(model: Any, stages: tuple[range, ...], index: int) -> None:
+    """Remove what belongs to other stages. Raises ModelError as `of_other_stages` does, and where nothing is left to train."""
+    causal, _ = _parts(model)
+    for name in of_other_stages(causal, stages, index):
+        causal.set_submodule(name, Elsewhere(causal.get_submodule(name)))
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError(
-            f"{key}: nothing is trained in stage {index + 1}, layers {stages[index][0]} to {stages[index][-1]}. Use fewer stages, or train "
-            "more layers (model.freeze, model.lora)."
+            f"train.pipeline_parallel_size={len(stages)}: nothing is trained in stage {index + 1}, layers {stages[index][0]} to "
+            f"{stages[index][-1]}. Use fewer stages, or train more layers (model.freeze, model.lora)."
         )
-    return tied
 
 
 def _parts(model: Any) -> tuple[Any, Any]:
@@ -127,7 +126,8 @@ class Stage(PipelineStage):
         super().__init__(part.model, part.index, len(part.stages), device, group=group)
         self.dtype, self.shapes = part.dtype, list[tuple[int, ...]]()
         self.compute: Callable[..., torch.Tensor]
-        self._states, self._gradients = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        self._arriving = dict[tuple[int, int], torch.Tensor]()
+        """By the number of the micro-batch and the way that it comes from."""
         self._runtime_validate = False  # against the shape that torch would have agreed on
         if hasattr(self, "_stage_meta"):  # torch 2.13 counts the inputs whose gradients are sent
             self._stage_meta.inputs = () if self.is_first else (None,)  # type: ignore[assignment]
@@ -140,9 +140,9 @@ class Stage(PipelineStage):
         """The rank of the next stage (1) or the one before (-1)."""
         return dist.get_global_rank(self.group, self.stage_index + way)  # type: ignore[arg-type]
 
-    def _receive(self, number: int, way: int, buffers: dict[int, torch.Tensor]) -> list[dist.P2POp]:
-        buffers[number] = torch.empty(self.shapes[number], dtype=self.dtype, device=self.device)
-        return [dist.P2POp(dist.irecv, buffers[number], self.neighbour(way), self.group)]
+    def _receive(self, number: int, way: int) -> list[dist.P2POp]:
+        buffer = self._arriving[number, way] = torch.empty(self.shapes[number], dtype=self.dtype, device=self.device)
+        return [dist.P2POp(dist.irecv, buffer, self.neighbour(way), self.group)]
 
     def _send(self, tensor: torch.Tensor | None, way: int) -> list[dist.P2POp]:
         assert tensor is not None
@@ -150,11 +150,11 @@ class Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive hidden states."""
-        return [] if self.is_first else self._receive(fwd_chunk_id, -1, self._states)
+        return [] if self.is_first else self._receive(fwd_chunk_id, -1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive their gradient."""
-        return [] if self.is_last else self._receive(bwd_chunk_id, 1, self._gradients)
+        return [] if self.is_last else self._receive(bwd_chunk_id, 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send hidden states."""
@@ -166,10 +166,10 @@ class Stage(PipelineStage):
         return [] if self.is_first else self._send(gradients[0], -1)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        return (self._states.pop(fwd_chunk_id).requires_grad_(),)
+        return (self._arriving.pop((fwd_chunk_id, -1)).requires_grad_(),)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        return (self._gradients.pop(bwd_chunk_id),)
+        return (self._arriving.pop((bwd_chunk_id, 1)),)
 
     def _validate_fwd_input(self, *args: Any) -> None:  # torch 2.11's, against one shape
         pass
@@ -183,11 +183,10 @@ class Pipeline(torch.nn.Module):
     Args:
         model: After `take_stage`, on the rank's device.
         stages: The layers of each.
-        tied: Whether the first stage's embedding is the last one's output head.
         device: The rank's.
     """
 
-    def __init__(self, model: Any, stages: tuple[range, ...], tied: bool, device: torch.device) -> None:
+    def __init__(self, model: Any, stages: tuple[range, ...], device: torch.device) -> None:
         super().__init__()
         count, replicas = len(stages), dist.get_world_size() // len(stages)
         mesh = init_device_mesh(device.type, (count, replicas), mesh_dim_names=("stage", "replica"))
@@ -195,12 +194,14 @@ class Pipeline(torch.nn.Module):
         index, self.replica = place(count)
         self.module, self.part = model, Part(model, stages, index)
         self.stage = Stage(self.part, device, self.group)
-        self.tied: torch.Tensor | None = None
-        if tied:
-            ends = [[one, (count - 1) * replicas + one] for one in range(replicas)]
-            self._ends, _ = dist.new_subgroups_by_enumeration(ends)  # type: ignore[no-untyped-call]
-            has_it = self.stage.is_first or self.stage.is_last
-            self.tied = self.part.causal.get_input_embeddings().weight if has_it else None
+        ends = [[one, (count - 1) * replicas + one] for one in range(replicas)]
+        self._ends, _ = dist.new_subgroups_by_enumeration(ends)  # type: ignore[no-untyped-call]
+        causal = self.part.causal
+        embedding, head = (
+            getattr(one(), "weight", None) for one in (causal.get_input_embeddings, causal.get_output_embeddings)
+        )
+        self.tied = embedding if embedding is head else None
+        """In the first stage and the last the embedding's weight, where it is the output head's, too."""
         # The first collective connects all ranks of the group, which point-to-point messages alone never do.
         dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
@@ -306,21 +307,17 @@ class Pipeline(torch.nn.Module):
 
     def collect(self, items: Iterable[Item]) -> Iterator[Item]:
         """On rank 0 what each stage has, stage by stage; elsewhere nothing. Every rank takes part, to the end of the iterator."""
-        group, replicas, sends = quiet_group(), dist.get_world_size(self.replicas), self.replica == 0
-        for item in items:
-            if dist.get_rank() == 0:
-                yield item
-            elif sends:
-                dist.send_object_list([(item,)], 0, group)
-        if sends and not self.stage.is_first:
-            dist.send_object_list([()], 0, group)
-        for stage in range(1, len(self.part.stages)) if dist.get_rank() == 0 else ():
-            box: list[tuple[Item, ...]] = [()]
-            while True:
-                dist.recv_object_list(box, stage * replicas, group)
-                if not box[0]:
-                    break
-                yield box[0][0]
+        group, replicas = quiet_group(), dist.get_world_size(self.replicas)
+        if dist.get_rank() > 0:
+            for box in chain(((item,) for item in items), [()]):
+                if self.replica == 0 and not self.stage.is_first:
+                    dist.send_object_list([box], 0, group)
+            return
+        yield from items
+        for stage in range(1, len(self.part.stages)):
+            received: list[tuple[Item, ...]] = [()]
+            while dist.recv_object_list(received, stage * replicas, group) >= 0 and received[0]:
+                yield received[0][0]
 
 
 def place(stages: int) -> tuple[int, int]:

@@ -19,9 +19,9 @@ from sft.errors import PlanError, did_you_mean
 from sft.hub.model_facts import ModelFacts
 from sft.plan.plan import Plan
 from sft.recipe.load import find_file
-from sft.recipe.schema import REPOSITORY, Lora, Recipe
+from sft.recipe.schema import SHIPPED, Lora, Recipe
 
-SHIPPED = REPOSITORY / "ds_configs"
+DS_CONFIGS = SHIPPED / "ds_configs"
 
 # The keys of deepspeed 0.19's configuration that a training run can use. It ignores what it does not know, so a typo
 # would silently do nothing; it has no list of these keys itself.
@@ -72,12 +72,12 @@ class DeepSpeedFile:
 
 def load_deepspeed(name: str) -> DeepSpeedFile:
     """Read a DeepSpeed JSON by path or by the name of one in ds_configs/. Raises PlanError if DeepSpeed would not follow it."""
-    shipped = SHIPPED / f"{name}.json"
+    shipped = DS_CONFIGS / f"{name}.json"
     path = shipped if shipped.is_file() else find_file(name)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        names = sorted(file.stem for file in SHIPPED.glob("*.json"))
+        names = sorted(file.stem for file in DS_CONFIGS.glob("*.json"))
         raise PlanError(
             f"train.deepspeed={name}: there is no such file{did_you_mean(name, names, '.')} Shipped: {', '.join(names)}."
         ) from None
@@ -86,7 +86,7 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
     if not isinstance(config, dict):
         raise PlanError(f"train.deepspeed={name}: {path} holds no JSON object.")
     config = _without_nulls(config)  # DeepSpeed takes null for absent, in sections too
-    if problems := _problems(config) or ([] if path.resolve().parent == SHIPPED else _zero_problems(config)):
+    if problems := _problems(config) or ([] if path.resolve().parent == DS_CONFIGS else _zero_problems(config)):
         raise PlanError("\n  ".join([f"{path} is not a configuration that DeepSpeed would follow:", *problems]))
     # Left out, DeepSpeed would clip at 1.0 and count the batch its own way, whatever the recipe says.
     return DeepSpeedFile(path, dict.fromkeys(_OWNED, "auto") | config)

@@ -111,6 +111,7 @@ def pipeline_refusals(case: Case) -> Iterator[str]:
     switches = {
         "model.lora.modules_to_save (leave it out)": bool(recipe.model.lora and recipe.model.lora.modules_to_save),
         "model.quantization (leave it out)": recipe.model.quantization is not None,
+        "model.trust_remote_code, code of the model's own": recipe.model.trust_remote_code and model.config is None,
         "model.new_tokens with model.lora (leave one out)": bool(recipe.model.new_tokens and recipe.model.lora),
         "model.compile (set it to false)": recipe.model.compile,
         "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",

@@ -100,20 +100,16 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
             f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with "
             f"{', '.join(ENDS_ABOVE_ZERO)}."
         )
-    beta1, beta2, norm = train.adam_beta1, train.adam_beta2, train.max_grad_norm
-    if train.weight_decay > 2:
-        yield f"train.weight_decay={train.weight_decay:g} is far above the usual 0 to 0.1; it shrinks the weights."
-    if 0 < norm < 1e-3:
-        yield f"train.max_grad_norm={norm:g} scales every gradient down to that norm; 0.1 to 1 are usual, and 0 turns clipping off."
-    if beta1 > beta2:
-        yield f"train.adam_beta1={beta1:g} is larger than train.adam_beta2={beta2:g}; AdamW can diverge. They may be swapped."
-    if lora and lora.lora_alpha > 64 * lora.r:
-        scale = lora.lora_alpha / lora.r
-        yield f"model.lora.lora_alpha={lora.lora_alpha} with r={lora.r} multiplies what the adapters add by {scale:g}; 1 and 2 are usual."
-    for key, limit, effect in (
-        ("label_smoothing_factor", 0.5, "trains other tokens than the target; 0 to 0.1 are usual"),
-        ("neftune_noise_alpha", 50, "drowns the embeddings in noise; 5 to 15 are usual"),
-    ):
-        value = getattr(train, key)
-        if value is not None and value >= limit:
-            yield f"train.{key}={value:g} {effect}."
+    unusual = (
+        ("train.weight_decay", train.weight_decay > 2, "0 to 0.1"),
+        ("train.max_grad_norm", 0 < train.max_grad_norm < 1e-3, "0.1 to 1, and 0 for no clipping"),
+        ("train.adam_beta1", train.adam_beta1 > train.adam_beta2, "below train.adam_beta2"),
+        ("model.lora.lora_alpha", lora is not None and lora.lora_alpha > 64 * lora.r, "1 to 2 times model.lora.r"),
+        ("train.label_smoothing_factor", train.label_smoothing_factor >= 0.5, "0 to 0.1"),
+        ("train.neftune_noise_alpha", (train.neftune_noise_alpha or 0) >= 50, "5 to 15"),
+    )
+    values = {"train": train, "lora": lora}
+    for key, found, usual in unusual:
+        if found:
+            *_, section, name = key.split(".")
+            yield f"{key}={getattr(values[section], name):g} is far from the usual: {usual}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from sft.recipe.section import FREE, Fraction, Section
 
@@ -78,18 +78,22 @@ class Source(Section):
     """How often each row occurs in one pass over the mixture; 0.5 draws half of them."""
 
 
+def _source(value: object) -> object:
+    """A path in a list is a source with no more than that."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+_SourceOrPath = Annotated[Source, BeforeValidator(_source, json_schema_input_type=str | Source)]
+Sources = Annotated[tuple[_SourceOrPath, ...], Field(min_length=1)]
+
+
 class Data(Section):
     """What to train on."""
 
-    train: Annotated[str, Field(min_length=1)] | Annotated[tuple[Source, ...], Field(min_length=1)]
-    """One path or hub id, or a list of sources."""
+    train: Annotated[str, Field(min_length=1)] | Sources
+    """One path or hub id, or a list of them; with keys of its own a dataset is written `{path: a.jsonl, epochs: 2}`."""
 
-    held_out: (
-        Annotated[float, Field(gt=0, lt=1)]
-        | Annotated[str, Field(min_length=1)]
-        | Annotated[tuple[Source, ...], Field(min_length=1)]
-        | None
-    ) = None
+    held_out: Annotated[float, Field(gt=0, lt=1)] | Annotated[str, Field(min_length=1)] | Sources | None = None
     """The eval split, never trained on: a fraction of `train`, or other sources."""
 
     function: Function | None = None

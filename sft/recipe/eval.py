@@ -113,7 +113,7 @@ class Evaluation(Section):
     """Names of lm_eval tasks or groups, and paths of task files. `builtin:demo`: the demo's task."""
 
     suite: Literal["quick", "chat", "code", "leaderboard"] | None = None
-    """A named set of tasks, in addition to `tasks`; docs/evaluation-suites.md."""
+    """A named set of tasks, in addition to `tasks`; docs/evaluation.md."""
 
     include_path: str | None = None
     """A folder of task files that `tasks` may name."""

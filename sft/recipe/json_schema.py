@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sft.recipe.schema import REPOSITORY, Recipe
+from sft.recipe.schema import REPOSITORY, SHIPPED, Recipe
 from sft.recipe.section import sections_in
 
-FILE = REPOSITORY / "recipes" / "recipe.schema.json"
+FILE = SHIPPED / "recipes" / "recipe.schema.json"
 
 
 def json_schema() -> str:

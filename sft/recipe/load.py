@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe.other_tools import other_tool
-from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section, Source
+from sft.recipe.schema import SCHEMA_VERSION, SHIPPED, Recipe, Section, Source
 from sft.recipe.section import sections_in
 
 _REMOVED_FINDINGS = {"answer_in_question", "repeated_system", "base64", "carriage_return", "held_out_near"}
@@ -34,8 +34,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             raise RecipeError(f"{path} is a pipe, and each process of the run reads the recipe: write it to a file.")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        known = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "recipes").glob("*.yaml"))]
-        raise RecipeError(f"There is no recipe {path}. Recipes here: {', '.join(known)}.") from None
+        known = [str(p.relative_to(SHIPPED)) for p in sorted((SHIPPED / "recipes").glob("*.yaml"))]
+        raise RecipeError(f"There is no recipe {path}. Shipped: {', '.join(known)}.") from None
     except IsADirectoryError:
         raise RecipeError(f"{path} is a folder, not a recipe file.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -104,17 +104,28 @@ def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:
 
 
 def find_file(path: str) -> Path:
-    """Find a path as the user wrote it: from the working directory, or else from this repository.
+    """Find a path as the user wrote it: from the working directory, or else among the shipped recipes/ and ds_configs/.
 
     Returns:
         The first that exists; the one from the working directory if neither does.
     """
-    here, shipped = Path(path), REPOSITORY / path
+    here, shipped = Path(path), SHIPPED / path
     try:
         here = here.expanduser()
         return here if here.exists() or not shipped.exists() else shipped
     except (OSError, RuntimeError, ValueError):  # no file can have such a name
         return Path("no such file")
+
+
+def find_recipe(name: str) -> Path:
+    """Find a recipe by its path, as find_file does, or a shipped one by its name alone.
+
+    >>> find_recipe("tiny") == find_recipe("recipes/tiny.yaml")
+    True
+    """
+    path = find_file(name)
+    shipped = SHIPPED / "recipes" / f"{name.removesuffix('.yaml')}.yaml"
+    return shipped if "/" not in name and not path.exists() and shipped.is_file() else path
 
 
 class _Loader(yaml.SafeLoader):
@@ -282,7 +293,6 @@ def _wrong_value(problem: Any, where: str) -> str:
     text = text.replace("input should be", "must be").replace("a valid array", "a list")
     if where in ("data.train", "data.held_out") and isinstance(value, dict):
         text += "; one source is a list, too: [{path: ...}]"
-    inner = {"model": "name_or_path"}.get(where, "path" if where.startswith("data.") else None)
-    if inner and problem["type"] == "model_type" and isinstance(value, str):
-        text += f"; write {{{inner}: {value}}}"
+    if where == "model" and problem["type"] == "model_type" and isinstance(value, str):
+        text += f"; write {{name_or_path: {value}}}"
     return text

@@ -19,6 +19,7 @@ from sft.recipe.train import EVAL_LOSS, Fsdp, Train
 __all__ = [
     "REPOSITORY",
     "SCHEMA_VERSION",
+    "SHIPPED",
     "Column",
     "Data",
     "Evaluation",
@@ -38,6 +39,11 @@ SCHEMA_VERSION = 1
 """The format of a recipe file that this program reads."""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+"""The checkout; site-packages where a wheel is installed."""
+
+_IN_WHEEL = REPOSITORY / "sft" / "shipped"  # setup.py
+SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else REPOSITORY
+"""The folder with recipes/ and ds_configs/."""
 
 _MODEL = fixed("the weights and tokens in the checkpoint belong to the other model")
 _ROUNDING = named("the same arithmetic in another order from here on")

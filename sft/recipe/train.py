@@ -186,7 +186,7 @@ class Train(Optimization):
 
     save_canary: Annotated[bool, UNRELATED] = True
     """Verify saves: after step 1, save the model as at the end and compare it with the model in memory, so that a save that loses weights
-    stops the run early. final/ is verified the same way; docs/saving.md."""
+    stops the run early. final/ is verified the same way; docs/checkpoints.md."""
 
     trainer_args: Annotated[dict[str, JsonValue], _UNKNOWN] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, validated against it. Fields that the plan decides are refused."""

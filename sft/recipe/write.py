@@ -1,4 +1,4 @@
-"""Writes a recipe as YAML, with comments above its keys; and changes values of one that is written, whose comments stay."""
+"""Writes a recipe as YAML, with comments above its keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 import yaml
 
-from sft.errors import RecipeError
 from sft.recipe.changes import recipe_keys
-from sft.recipe.load import apply_override, parse_recipe
 from sft.recipe.schema import Recipe
 from sft.recipe.section import Section, sections_in
 from sft.terminal import visible_line
@@ -110,67 +108,3 @@ def _scalar(value: Any) -> str:
         return json.dumps(value)
     is_plain = _PLAIN.fullmatch(value) and not value.endswith(" ") and yaml.safe_load(value) == value
     return value if is_plain else json.dumps(value, ensure_ascii=False)
-
-
-def edited(text: str, overrides: Sequence[str]) -> str:
-    """A recipe's text with other values in their places, and new keys at the end of their sections.
-
-    Raises RecipeError where that would not say what the overrides say, as with values that an anchor shares.
-    """
-    wanted = parse_recipe(text, overrides)
-    try:
-        changed = text
-        for override in overrides:
-            values: dict[str, Any] = {}
-            apply_override(values, override)
-            path = override.partition("=")[0].split(".")
-            for part in path:
-                values = values[part]
-            changed = _with_value(changed, path, values)
-        is_same = parse_recipe(changed) == wanted
-    except (RecipeError, yaml.YAMLError):
-        is_same = False
-    if not is_same:
-        raise RecipeError(
-            f"The recipe is written in a form in which these values cannot be changed: {' '.join(overrides)}. Write them by hand, or give "
-            "them on the command line."
-        )
-    return changed
-
-
-def _with_value(text: str, path: Sequence[str], value: Any) -> str:
-    node: Any = yaml.compose(text, yaml.SafeLoader)
-    for depth, name in enumerate(path):
-        if not isinstance(node, yaml.MappingNode):  # a section that is empty, or null
-            return _replaced(text, node, {name: _nested(path[depth + 1 :], value)})
-        inner = next((inner for key, inner in node.value if key.value == name), None)
-        if inner is None:
-            return _added(text, node, f"{_scalar(name)}: {_flow(_nested(path[depth + 1 :], value))}")
-        node = inner
-    return _replaced(text, node, value)
-
-
-def _nested(path: Sequence[str], value: Any) -> Any:
-    return {path[0]: _nested(path[1:], value)} if path else value
-
-
-def _replaced(text: str, node: Any, value: Any) -> str:
-    start, end = node.start_mark.index, _end(node)
-    return f"{text[:start]}{' ' if start == end else ''}{_flow(value)}{text[end:]}"
-
-
-def _added(text: str, mapping: Any, line: str) -> str:
-    end = _end(mapping)
-    if mapping.flow_style:
-        return f"{text[: end - 1]}{', ' if mapping.value else ''}{line}{text[end - 1 :]}"
-    place = text.find("\n", end)  # behind a comment
-    place = len(text.rstrip("\n")) if place < 0 else place
-    return f"{text[:place]}\n{' ' * mapping.start_mark.column}{line}{text[place:]}"
-
-
-def _end(node: Any) -> int:
-    """Where a value ends; that of a block with its last value, and not with the comments behind it."""
-    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        last = node.value[-1]
-        return _end(last[1] if isinstance(last, tuple) else last)
-    return int(node.end_mark.index)

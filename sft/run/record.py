@@ -29,7 +29,7 @@ from sft.run.directory import INCOMPLETE, Run, read_lines
 from sft.run.training_warnings import eval_loss_course, loss_course
 from sft.run.trust import base_checksums
 
-PACKAGES = "torch transformers trl deepspeed accelerate datasets peft liger-kernel lm-eval wandb".split()
+PACKAGES = "sft-recipes torch transformers trl deepspeed accelerate datasets peft liger-kernel lm-eval wandb".split()
 
 
 def installed_versions() -> dict[str, str]:
@@ -50,6 +50,8 @@ def git_state() -> dict[str, Any]:
         words = ["git", "-C", str(REPOSITORY), *arguments]
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
+    if not (REPOSITORY / ".git").exists():  # a wheel in an environment inside somebody's own repository
+        return {"commit": None, "dirty": None}
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):

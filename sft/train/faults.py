@@ -1,7 +1,7 @@
 """Finds a loss or gradient that is NaN or infinite before the optimizer uses it, records the samples behind it, and stops or skips.
 
 A loss that is not finite makes its gradients NaN (`finite`), and NaN passes through every reduction, so the norm that clipping takes shows
-it to all ranks at the same step. The cost is that the norm is read from the device at each step. docs/faults.md
+it to all ranks at the same step. The cost is that the norm is read from the device at each step. docs/debugging.md
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from sft.train.faults import Faults
 from sft.train.hooks import own_callbacks
 from sft.train.metrics import Metrics
 from sft.train.out_of_memory import reporting_out_of_memory
+from sft.train.pipeline import modules_elsewhere
 from sft.train.profiling import Profile
 from sft.train.runtime_check import RuntimeCheck
 from sft.train.stopping import Stopping, leave_where_stopped
@@ -58,7 +59,7 @@ def train(
     sequences = training_sequences(job, prepared, tokenizer)
     arguments = training_arguments(job, run)
     with reporting_out_of_memory(job, "the model was loaded"):
-        model = load_model(job, tokenizer)
+        model = load_model(job, tokenizer, modules_elsewhere(job))
     if distributed.is_rank_0():
         run.warn("generation", *model.generation_notes)
         for note in model.generation_notes:

@@ -12,18 +12,31 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_
 from transformers.trainer import SCHEDULER_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from sft.checkpoint.reshard import FullTensors, source_names
-from sft.checkpoint.resume import ResumePlan
+from sft.checkpoint.manifest import sync
+from sft.files import write_json
 from sft.hub.flops import model_flops
+from sft.model.load import FindModules
 from sft.parallel import process_group as distributed
 from sft.parallel.patches import no_masks_of_packs
-from sft.parallel.pipeline import Item, Pipeline, place, take_stage
+from sft.parallel.pipeline import Item, Pipeline, of_other_stages, place, take_stage
 from sft.parallel.sequence import share_batches
 from sft.plan.job import Job
 from sft.plan.pipeline import bubble, layers_of_stages
 from sft.train.batches import Sequences
 from sft.train.trainer import RecipeTrainer, is_plain
+
+
+def modules_elsewhere(job: Job) -> FindModules | None:
+    """The modules that only other stages hold, whose weights this rank need not read; None where it reads all weights.
+
+    Adapters that start as a part of the base are found for all layers, with random numbers in their order.
+    """
+    lora, stages = job.recipe.model.lora, layers_of_stages(job.recipe, job.model)
+    if not stages or (lora is not None and lora.takes_from_base):
+        return None
+    return lambda model: of_other_stages(model, stages, place(len(stages))[0])
 
 
 class PipelineTrainer(RecipeTrainer):
@@ -32,11 +45,11 @@ class PipelineTrainer(RecipeTrainer):
     def __init__(self, job: Job, sequences: Sequences, **arguments: Any) -> None:
         stages, whole = layers_of_stages(job.recipe, job.model), arguments["model"]
         flops, (self._stage, self._replica) = model_flops(whole), place(len(stages))
-        tied = take_stage(whole, stages, self._stage)
+        take_stage(whole, stages, self._stage)
         super().__init__(job, sequences, **arguments)
         assert is_plain(self), "sft/plan/pipeline.py lets through no other loss"
         self.work.flops = flops
-        self.pipeline = Pipeline(self.model, stages, tied, self.args.device)
+        self.pipeline = Pipeline(self.model, stages, self.args.device)
         self._waiting: list[dict[str, Any]] = []
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Pipeline:
@@ -106,7 +119,9 @@ class PipelineTrainer(RecipeTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return super()._get_grad_norm(model, self.pipeline.gradient_norm() if grad_norm is None else grad_norm)
 
-    # Checkpoints: weights as one file, the optimizer's state by stage and tensor name.
+    # Checkpoints: weights in a file of each stage, adapters in one; the optimizer's state by stage and tensor name.
+
+    is_part = True
 
     @property
     def holds_tensors(self) -> bool:
@@ -118,12 +133,34 @@ class PipelineTrainer(RecipeTrainer):
         return self.pipeline.collect(items)
 
     def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
-        state = dict(self.of_all_stages((name, one.cpu()) for name, one in self.pipeline.own_tensors().items()))
+        own, folder = self.pipeline.own_tensors(), Path(str(output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.job.recipe.model.lora is not None:
+            state = dict(self.of_all_stages((name, one.cpu()) for name, one in own.items()))
+            if self.args.should_save:
+                self.model.save_pretrained(output_dir, state_dict=state)
+                # peft takes those of the layers that it finds here
+                save_file(state, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+        else:
+            self._save_stages(own, folder)
         if self.args.should_save:
-            self.model.save_pretrained(output_dir, state_dict=state)
-            if self.job.recipe.model.lora is not None:  # peft takes those of the layers that it finds here
-                save_file(state, Path(str(output_dir), SAFETENSORS_WEIGHTS_NAME), {"format": "pt"})
             self.processing_class.save_pretrained(output_dir)
+
+    def _save_stages(self, own: dict[str, torch.Tensor], folder: Path) -> None:
+        """Each stage writes a file of its own, so that no rank holds the whole model."""
+        count = self.job.plan.pipeline_parallel_size.value
+        file = f"model-{self._stage + 1:05d}-of-{count:05d}.safetensors"
+        held = distributed.gather([(name, file, one.nbytes) for name, one in own.items()] if self._replica == 0 else [])
+        if self._replica == 0:
+            save_file({name: one.cpu().contiguous() for name, one in own.items()}, folder / file, {"format": "pt"})
+            sync(folder / file)
+        if self.args.should_save:
+            self.model.config.architectures = [type(self.model).__name__]
+            self.model.config.save_pretrained(folder)
+            self.model.generation_config.save_pretrained(folder)
+            total = sum(size for some in held for _, _, size in some)
+            places = {name: place for some in held for name, place, _ in some}
+            write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": places})
 
     def _save_optimizer(self, output_dir: str) -> None:
         if self._replica == 0:
@@ -132,12 +169,3 @@ class PipelineTrainer(RecipeTrainer):
             torch.save(own, Path(output_dir, f"optimizer_{self.args.process_index}.pt"))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    def _open(self, plan: ResumePlan) -> tuple[Any, FullTensors, dict[str, str]]:
-        module, tensors, sources = super()._open(plan)
-        together = {name for one in distributed.gather(set(sources.values())) for name in one}
-        assert together == tensors.names, f"stages lack {sorted(tensors.names - together)[:3]}"
-        return module, tensors, sources
-
-    def _source_names(self, module: Any, tensors: FullTensors) -> dict[str, str]:
-        return source_names(module, tensors, is_part=True)

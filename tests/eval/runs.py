@@ -29,7 +29,6 @@ METRIC: dict[str, Any] = {
     "tuned_stderr": None,
     "difference": 0.125,
     "difference_stderr": 0.02,
-    "stderr_method": "paired",
     "interval_95": [0.0858, 0.1642],
     "verdict": "IMPROVED",
 }
@@ -91,6 +90,7 @@ def full_run(folder: Path) -> Run:
     sources = [{"source": "a|b.jsonl", **account(10, 700, 280)}, {"source": "c.jsonl", **account(5, 300, 100)}]
     total = account(15, 1000, 380)
     total["tokens"] |= {"in": 1420, "dropped": 40}
+    total["tokens_dropped"] = {"too_long": 40}
     packing = {"packs": 12, "fill": 0.985, "padding": 44}
     write_json(run.ledger_file, {"sources": sources, "total": total, "packing": packing})
     run.metrics_file.write_text("".join(json.dumps(point(10 * step, 2 / step)) + "\n" for step in range(1, 11)))

@@ -39,7 +39,7 @@ def test_a_run_is_measured_compared_and_reported(run: Run, capsys: pytest.Captur
     assert compared["complete"]
     (row,) = compared["metrics"]
     assert (row["task"], row["metric"], row["documents"]) == ("demo_extraction", "exact_match", 4)
-    assert row["stderr_method"] == "paired"
+    assert row["test"] == "paired t"
     assert "exact_match" in run.report_file.read_text()
     settings = [json.loads((path / "results.json").read_text()) for path in (run.base_evaluation, run.tuned_evaluation)]
     assert settings[0]["settings_hash"] == settings[1]["settings_hash"] == compared["settings_hash"]

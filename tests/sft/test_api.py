@@ -21,10 +21,13 @@ def test_a_recipe_and_its_plan_are_values(recipe_file: Path, outputs: Path) -> N
     assert plan.engine.value == "DDP"
 
 
-@pytest.mark.slow
-def test_packages_of_the_same_name_stay_packages() -> None:
-    code = "import sft; sft.load_recipe; import sft.train.speed, sft.plan.plan; assert callable(sft.train) and sft.train.speed.StepClock"
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize("first", ["sft.api", "sft.train.speed, sft.plan.batch"])
+def test_packages_are_called_as_the_functions_of_their_name_whatever_is_imported_first(first: str) -> None:
+    code = f"import {first}, sft; assert sft.plan.batch and callable(sft.train); sft.plan('absent.yaml')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("sft.errors.RecipeError: There is no recipe absent.yaml"), (
+        done.stderr
+    )
 
 
 def test_importing_sft_imports_none_of_it() -> None:
@@ -73,13 +76,13 @@ def test_runs_are_compared_by_section(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_training_returns_its_run_and_an_evaluation_its_results(tmp_path: Path) -> None:
     overrides = {
-        "output_dir": str(tmp_path), "train.max_steps": 2, "train.save_canary": False, "eval.chat": False, "eval.limit": 2,
+        "output_dir": str(tmp_path), "train.max_steps": 2, "train.save_canary": False, "eval.tasks": [], "eval.chat": False,
     }  # fmt: skip
     run = api.train("recipes/tiny.yaml", overrides)
     assert isinstance(run, Run)
     assert run.record["status"] == "finished"
     assert (run.final / "config.json").is_file()
-    found = api.evaluate(run.path, {"limit": 3})
+    found = api.evaluate(run.path, {"tasks": ["builtin:demo"], "limit": 3})
     assert found["complete"]
     other = Run(run.path.with_name("copy"))
     shutil.copytree(run.path, other.path)

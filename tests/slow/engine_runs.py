@@ -273,7 +273,7 @@ def norms(run: Run) -> list[float]:
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
     """The tensors of final/."""
-    return load_file(run.final / "model.safetensors")
+    return {name: one for file in run.final.glob("*.safetensors") for name, one in load_file(file).items()}
 
 
 def assert_same_weights(run: Run, other: Run, tolerance: float) -> None:

@@ -66,6 +66,7 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(recipe: Path, r
     assert all(f"the fastest of {len(measured)} trials" in reason for reason in reasons)
 
 
+@pytest.mark.extra  # what a trial without memory becomes is in tests/sft/launch
 def test_trials_that_all_run_out_of_memory_refuse_the_training_in_one_message(
     recipe: Path, command: Command, ranks: Ranks
 ) -> None:

@@ -149,18 +149,6 @@ def doubled(tensors: dict[str, np.ndarray]) -> None:
     tensors["model.norm.weight"] *= 2
 
 
-SAME_CHOICES = both(
-    file("test.jsonl", lambda _: b"".join(b'{"question": "Town %d?", "n": %d}\n' % (n, n % 4) for n in range(20))),
-    keys(
-        "task.yaml",
-        output_type="multiple_choice",
-        doc_to_text="{{question}}",
-        doc_to_choice=["a"] * 4,
-        doc_to_target="{{n}}",
-        generation_kwargs=None,
-        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    ),
-)
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -258,13 +246,6 @@ FAULTS = IN_CI | {
         both(killed, weights(doubled)),
         TRAIN + LORA,
         before=TRAIN + LORA,
-    ),
-    "evaluation: the same choices": Fault(("8 of 8 documents offer the same choice twice",), SAME_CHOICES, EVAL, 0),
-    "evaluation: a limit too small for any answer": Fault(
-        ("8 of 8 answers to my_task are cut off at max_gen_toks=2",),
-        keys("task.yaml", generation_kwargs={"until": ["\n"], "max_gen_toks": 2}),
-        EVAL,
-        0,
     ),
     "evaluation: the base changed in place": Fault(
         ("Warning: The base model", "model.safetensors has changed"), weights(doubled), EVAL_RUN, 0, TRAIN

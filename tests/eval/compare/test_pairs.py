@@ -75,7 +75,6 @@ def test_a_group_decides_and_its_parts_do_not(by_size: bool) -> None:
     rows = {row["task"]: row for row in record["metrics"]}
     assert [row["verdict"] for row in rows.values()] == ["IMPROVED", None, None]
     assert rows["both"]["test"] == "paired t"
-    assert rows["both"]["subtasks"] == ["one", "two"]
     assert rows["both"]["p_adjusted"] == rows["both"]["p_value"]
     assert record["overall"] is None  # of one task
 

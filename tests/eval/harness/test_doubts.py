@@ -20,31 +20,12 @@ WriteTask = Callable[..., Path]
 Rows = list[dict[str, Any]]
 
 NUMBERS = [{"question": f"Number {n}?", "answer": str(n)} for n in range(8)]
-LONG = [{"question": f"Number {n}?", "answer": f"the number {n}"} for n in range(8)]
-CITIES = ["Oslo", "Rome", "Paris", "Nice"]
-CHOICE = {
-    "output_type": "multiple_choice",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": "label",
-    "generation_kwargs": None,
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
 LETTER = {"until": ["\n"], "max_gen_toks": 1}
 REGEX = [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "#### ([0-9]+)"}, {"function": "take_first"}]}]
 
 
-def choices(label: Callable[[int], Any], offered: Callable[[int], list[str]] = lambda n: CITIES) -> Rows:
-    return [{"question": f"Town {n}?", "choices": offered(n), "label": label(n)} for n in range(8)]
-
-
 TASKS: dict[str, tuple[Rows, dict[str, Any], tuple[str, ...]]] = {
     "my_sound_letters": (NUMBERS, {"generation_kwargs": LETTER}, ()),
-    "my_sound_labels": (choices(lambda n: n % 4), CHOICE, ()),
-    "my_sound_order": (choices(lambda n: 0, lambda n: [f"good {n}", f"bad {n}"]), CHOICE, ()),
-    "my_sound_texts": (choices(lambda n: CITIES[n % 4]), CHOICE, ()),
-    "my_sound_few": (choices(lambda n: 0)[:4], CHOICE, ()),
-    "my_one_class": (choices(lambda n: 2), CHOICE, ("'Paris' is right in all 8",)),
-    "my_copies": (NUMBERS[:4] * 2, {"generation_kwargs": LETTER}, ("4 of 8 documents repeat",)),
     "my_cut": (NUMBERS, {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}, ("cut off at max_gen_toks",)),
     "my_unfound": (
         NUMBERS,

@@ -57,8 +57,6 @@ def test_by_default_the_tuned_models_template_asks_both_and_that_is_said(
     assert treated.note == f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
     treatment = check_settings_match(results(asked, treated), results(asked), {}, {})
     assert treatment == {"base_template": "tuned", "note": treated.note}
-    before = results(asked, treated) | {"prompting": {"base_template": "tuned", "told": treated.note}}
-    assert check_settings_match(before, results(asked), {}, {}) == treatment, "results that an older version kept"
 
 
 @pytest.mark.parametrize("template", [None, OTHER])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lm_eval.models.huggingface import HFLM
 
-from eval.harness.measure import Follow, evaluate_model
+from eval.harness.measure import evaluate_model
 from eval.models.hf import SharedHFLM, load_hf
 from eval.models.placement import Placement
 from eval.models.target import Target
@@ -93,11 +93,12 @@ def test_the_tuned_model_follows_the_base_models_batch_sizes(monkeypatch: pytest
     memory = iter([64, 16, 64, 64, 64, 8])
     monkeypatch.setattr(HFLM, "_detect_batch_size", lambda *_: next(memory))
     model = object.__new__(SharedHFLM)
-    model.follow((), strict=False)
+    model.half_precision = True
+    model.follow(())
     assert [model._detect_batch_size(), model._detect_batch_size()] == model.sizes_found() == [64, 16]
-    model.follow([64, 16], strict=True)
+    model.follow([64, 16])
     assert [model._detect_batch_size() for _ in range(3)] == [64, 16, 64]  # a third search has nothing to follow
-    model.follow([64], strict=True)
+    model.follow([64])
     with pytest.raises(EvaluationError, match=r"batches of 64, and there is memory for 8 now.*eval\.batch_size=8"):
         model._detect_batch_size()
 
@@ -112,6 +113,6 @@ def test_what_lm_eval_searches_for_is_recorded_and_can_be_given(
     for given in ({}, {"said": [3], "chosen": [2], "one": [1]}):
         output = tmp_path / f"out{len(given)}"
         placement = Placement(0, "a test")
-        evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement, follow=Follow(given))
+        evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement, batch_sizes=given)
         found = results(output)[0]["batch_sizes_found"]
         assert found == (given or {"said": [64], "chosen": [64], "one": [64]})

@@ -146,7 +146,7 @@ def test_marks_name_the_answers_that_did_not_end_were_empty_or_looped(run: Run) 
 def test_flips_are_shared_by_the_tasks_and_counted(run: Run) -> None:
     add_answers(run, [], [flip(number, "gained", task=f"task{number % 2}") for number in range(101)])
     found = page(run)
-    assert "Gained: 20 of 101 documents" in found
+    assert "Gained: 20 of 101 documents" in found, "ten of each task"
     assert (found.count("<summary>task0, document"), found.count("<summary>task1, document")) == (10, 10)
 
 

@@ -391,6 +391,5 @@ def test_a_run_records_what_held_the_code(run: Any, tmp_path: Path, capfd: pytes
     assert capfd.readouterr().out.count("Generated code runs in a sandbox") == 1
     for results in (run.path / "eval").rglob("results.json"):
         kept = json.loads(results.read_text())
-        assert sum(kept["generated_code"]["endings"].values()) == 2
         assert kept["generated_code"]["sandbox"].startswith("bubblewrap")
         assert kept["settings"]["generated_code"]["memory_bytes"] == LIMITS.memory_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from sft.errors import ModelError
 from sft.hub.demo import Demo
@@ -18,6 +18,7 @@ from sft.launch.job import open_job
 from sft.launch.rank import check_with_frameworks
 from sft.model.load import load_base, load_model
 from sft.model.weight_checks import check_weights
+from sft.parallel.pipeline import of_other_stages
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Model
 
@@ -184,3 +185,29 @@ def test_a_generation_config_can_be_saved_and_stops_at_special_tokens(
     model.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert {key: saved.get(key) for key in kept} == kept
+
+
+@pytest.mark.parametrize(("tied", "prefix"), [(False, ""), (True, ""), (True, "model.")])
+def test_a_stage_reads_its_own_tensors_alone(tied: bool, prefix: str, demo: Demo, tmp_path: Path) -> None:
+    """Those of other stages are NaN in the file, and are what refuses the model when all of it is loaded."""
+    folder, stages = tmp_path / "model", (range(1), range(1, 2), range(2, 3))
+    AutoTokenizer.from_pretrained(demo.model).save_pretrained(folder)
+    save(folder, "qwen3", vocab_size=544, tie_word_embeddings=tied)
+    saved = load_file(folder / "model.safetensors")
+    ends = ["model.embed_tokens.", *([] if tied else ["lm_head."])]
+    held = [["layers.0.", ends[0]], ["layers.1."], ["layers.2.", "model.norm.", ends[-1]]]
+    for index, names in enumerate(held):
+        own = {name: one for name, one in saved.items() if any(part in name for part in names)}
+        broken = {name: own.get(name, torch.full_like(one, float("nan"))) for name, one in saved.items()}
+        named = {name.removeprefix(prefix): one for name, one in broken.items()}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        load = partial(load_base, Model(name_or_path=str(folder)), str(folder), torch.float32, tokenizer)
+        model = load(without=partial(of_other_stages, stages=stages, index=index))
+        assert type(model) is Qwen3ForCausalLM
+        loaded = {name: one for name, one in model.named_parameters() if not one.is_meta}
+        assert loaded.keys() == own.keys()
+        assert all(torch.equal(loaded[name], one) for name, one in own.items())
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == (tied and index != 1)
+        with pytest.raises(ModelError, match="NaN"):
+            load()

@@ -55,7 +55,7 @@ def test_a_lock_of_a_running_build_stays(lock: Path) -> None:
         ("zero2", True, []),
         ("zero2_offload", True, ["cpu_adam"]),
         ("zero3_offload", False, ["deepspeed_shm_comm", "cpu_adam"]),
-        ("zero3_nvme", True, ["cpu_adam"]),
+        ("zero3_nvme", True, ["cpu_adam", "pin_memory", "async_io"]),
     ],
 )
 def test_an_offloaded_optimizer_is_built_beside_a_gpu_too(name: str, uses_gpu: bool, expected: list[str]) -> None:
@@ -81,3 +81,14 @@ def test_a_build_is_announced_where_one_is_needed_and_refused_without_its_tools(
     assert prepare_builds(["cpu_adam"]) == []
     with pytest.raises(PlanError, match="builds deepspeed_shm_comm"):
         prepare_builds(["deepspeed_shm_comm", "cpu_adam"])
+
+
+def test_offload_to_a_disk_is_refused_without_libaio(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock.unlink()
+    compiler = lock.parent / "without-libaio"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(PlanError, match=r"finds no libaio\.h.*libaio-dev.*zero3_offload"):
+        prepare_builds(["cpu_adam", "async_io"])
+    prepare_builds(["cpu_adam"])

@@ -7,7 +7,7 @@ import pytest
 from sft.errors import PlanError, RecipeError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.pipeline import bubble, describe, layers_of_stages, split_layers
-from sft.plan.resolve import resolve_plan
+from sft.plan.resolve import planned, resolve_plan
 from tests.sft.plan.machines import MODELS, MakeRecipe, cpu, gpus
 
 LLAMA = ModelFacts("some/model", "llama", "bfloat16", 2048, 1_000_000, 640, 64, 6)
@@ -136,3 +136,21 @@ def test_another_engine_beside_stages_is_a_mistake_in_the_recipe(other: str, mak
 def test_evaluation_during_the_training_is_a_mistake_in_the_recipe(make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=r"eval.every_steps=5 does not work with train.pipeline_parallel_size=2"):
         make_recipe(STAGES + "2", "eval.tasks=[builtin:demo]", "eval.every_steps=5")
+
+
+def test_auto_over_several_nodes_compares_zero3_with_stages(make_recipe: MakeRecipe) -> None:
+    """Into each of 4 nodes come 3/4 of 6 bytes a weight, 8 times, or each token's hidden states and their gradients in fp32."""
+    large, words = MODELS["meta-llama/Llama-3.1-70B"], ["train.precision=bf16", "train.global_batch_size=256"]
+
+    def engine(*more: str, per_node: int = 8) -> str:
+        recipe = make_recipe(*words, *more or ("train.parallel=auto",))
+        return planned(recipe, gpus(32, per_node, memory=141), large, None).plan.engine.reason
+
+    gathered, sent = 8 * 6 * 70_553_706_496 * 3 / 4, 256 * 128 * 8192 * 4 * 2
+    assert (f"{gathered:.2g}", f"{sent:.2g}") == ("2.5e+12", "2.1e+09")
+    assert "each node receives 2,500 GB a step; with train.pipeline_parallel_size=16 2.1 GB, at 10% idle" in engine()
+    adapters = ("train.parallel=auto", "model.lora={r: 16}")
+    assert "1,700 GB a step; with train.pipeline_parallel_size=4 1.1 GB" in engine(*adapters)  # in bf16, no gradients
+    assert "a step" not in engine(*adapters, "model.new_tokens=[<|a|>]")  # which stages do not have
+    assert "a step" not in engine("train.deepspeed=zero3")
+    assert "a step" not in engine(per_node=32)

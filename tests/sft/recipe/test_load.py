@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sft.errors import RecipeError
-from sft.recipe.load import find_file, load_recipe, parse_recipe
-from sft.recipe.schema import REPOSITORY
+from sft.recipe.load import find_file, find_recipe, load_recipe, parse_recipe
+from sft.recipe.schema import REPOSITORY, SHIPPED
 
 PLAIN = """\
 schema_version: 1
@@ -155,6 +155,13 @@ def test_mistakes_in_a_list_of_sources_are_told_by_position() -> None:
     ]
 
 
+def test_a_path_in_a_list_is_a_source() -> None:
+    train = parse_recipe(PLAIN, ["data.train=[a.jsonl, {path: b.jsonl, epochs: 2}]", "data.held_out=[c.jsonl]"]).data
+    assert [(one.path, one.epochs) for one in train.train] == [("a.jsonl", 1), ("b.jsonl", 2)]  # type: ignore[union-attr]
+    assert [one.path for one in train.held_out] == ["c.jsonl"]  # type: ignore[union-attr]
+    assert mistakes(PLAIN, "data.train=[a.jsonl, 3]") == ["data.train.1: must be an object, got 3"]
+
+
 @pytest.mark.parametrize(("version", "remedy"), [(2, "Update the program"), (0, "There is no version 0")])
 def test_a_file_of_another_format_is_refused_before_its_keys_are_judged(version: int, remedy: str) -> None:
     text = PLAIN.replace("schema_version: 1", f"schema_version: {version}\nkey_of_the_future: 1")
@@ -229,7 +236,7 @@ def test_a_merge_key_takes_over_what_is_not_written_here() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"There is no recipe .*typo\.yaml\. Recipes here: .*recipes/tiny\.yaml"):
+    with pytest.raises(RecipeError, match=r"There is no recipe .*typo\.yaml\. Shipped: .*recipes/tiny\.yaml"):
         load_recipe(tmp_path / "typo.yaml")
     with pytest.raises(RecipeError, match="is a folder"):
         load_recipe(tmp_path)
@@ -248,6 +255,10 @@ def test_a_path_is_looked_for_where_the_user_is_and_then_here(tmp_path: Path, mo
     (tmp_path / "recipes" / "tiny.yaml").touch()
     assert find_file("recipes/tiny.yaml").resolve() == tmp_path / "recipes" / "tiny.yaml"
     assert find_file("no/such") == Path("no/such")
+    assert find_recipe("qwen3b") == find_recipe("qwen3b.yaml") == SHIPPED / "recipes" / "qwen3b.yaml"
+    (tmp_path / "qwen3b.yaml").touch()
+    assert find_recipe("qwen3b.yaml").resolve() == tmp_path / "qwen3b.yaml"
+    assert find_recipe("../qwen3b.yaml") == Path("../qwen3b.yaml")
     for impossible in ("~nobody_of_this_name/x", "a" * 300, "a\0b"):
         assert not find_file(impossible).is_file()
 
