@@ -124,18 +124,15 @@ def undisturbed(model: Any) -> Iterator[None]:
     import torch
 
     modes = {module: module.training for module in model.modules()}
-    streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    streams = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(gpus):
             yield
     finally:
         for module, mode in modes.items():
             module.training = mode
         random.setstate(streams[0])
         np.random.set_state(streams[1])
-        torch.set_rng_state(streams[2])
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu)
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()

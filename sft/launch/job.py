@@ -137,10 +137,6 @@ def check_tasks_during(recipe: Recipe) -> None:
     try:
         check_tasks(recipe.eval.during, Path(recipe.output_dir))
     except EvaluationError as error:
-        why = f"eval.every_steps: {error}"
-        if "Python code" in str(error):
-            why = (
-                "eval.every_steps: during the training no generated code is run, whatever eval.confirm_run_unsafe_code says. "
-                f"eval.every_tasks names what is measured then.\n{error}"
-            )
-        raise EvaluationError(why) from None
+        raise EvaluationError(
+            f"eval.every_steps (it measures eval.every_tasks, none of which may run generated code): {error}"
+        ) from None

@@ -102,7 +102,11 @@ def train_job(job: Job, preparation: Popen[bytes] | None = None) -> None:
     with recorded(run), lost_folder_reported(run.checkpoints):
         if distributed.is_rank_0():
             show_start(planned, opened, tokenizer)
-        during = evaluation_during(planned, run, tokenizer)
+        during = None
+        if planned.recipe.eval.during is not None:
+            from eval.harness.during_training import evaluation_during  # imports lm_eval, which takes seconds
+
+            during = evaluation_during(planned, run, tokenizer)
         seconds = train(planned, run, opened.prepared, tokenizer, opened.choice, opened.resume_plan, during)
         if distributed.is_rank_0():
             record_end(run, seconds, bool(programs(job.recipe.eval)) or exchange_of(run).is_dir())
@@ -209,12 +213,3 @@ def show_start(job: Job, opened: OpenedRun, tokenizer: Any) -> None:
     print_plan(
         job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes, job.recipe.debug
     )
-
-
-def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Any:
-    """What measures tasks during the training, or None where the recipe asks for none."""
-    if job.recipe.eval.during is None:
-        return None
-    from eval.harness.during_training import evaluation_during as load  # imports lm_eval, which takes seconds
-
-    return load(job, run, tokenizer)

@@ -70,7 +70,7 @@ def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[
     if not place.is_dir():
         raise RunError(
             f"{run.path} was started in {place}, where its relative paths begin, and there is no such folder here. Make it; or start "
-            f"the recipe from another one: {_by_hand(run.recipe_file, record['overrides'])}."
+            f"the recipe from another one: {shown_command('sft', str(run.recipe_file), *record['overrides'])}."
         )
     os.chdir(place)
     words = [word for word in record["overrides"] if word.partition("=")[0] not in _REPLACED]
@@ -84,10 +84,6 @@ def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[
 def _free_name(run: Run) -> str:
     names = [f"{run.path.name}-again", *(f"{run.path.name}-again-{number}" for number in range(2, 1000))]
     return next(name for name in names if not (run.path.parent / name).exists())
-
-
-def _by_hand(recipe_path: Path, overrides: Sequence[str]) -> str:
-    return shown_command("sft", str(recipe_path), *overrides)
 
 
 def differences_to_report(job: Job) -> list[str]:
@@ -125,5 +121,5 @@ def check_same_data(job: Job, fingerprint: str) -> None:
     raise RunError(
         f"{run.path} was trained on other data than there is now (fingerprint {then[:12]}, now {fingerprint[:12]}): the rows, the "
         "tokenizer, the chat template or a package that reads them have changed, so this would not be the same run. To train on what there "
-        f"is now: {_by_hand(Path(run.record['recipe_path']), run.record['overrides'])}."
+        f"is now: {shown_command('sft', run.record['recipe_path'], *run.record['overrides'])}."
     )
