@@ -170,13 +170,15 @@ def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
     entries = {str(one["id"]): one for one in listed or () if isinstance(one, dict) and "id" in one}
     # Ollama lists `name:latest` and answers to `name`.
     entry = entries.get(name) or entries.get(f"{name}:latest")
+    if entry is None and _answers_to(server, base_url, name):
+        entry = {"id": name}
     if entry is None:
         known = ", ".join(f"`{one}`" for one in entries) or "none"
         raise EvaluationError(
             f"The server at {base_url} serves no model `{name}`{did_you_mean(name, list(entries), '.')} It serves {known}. Set "
             f"eval.server.{key} to one of them."
         )
-    length = entry.get("max_model_len")
+    length = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")  # vLLM, llama.cpp
     return Served(
         base_url=base_url,
         name=str(entry["id"]),
@@ -188,6 +190,20 @@ def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
         root=entry.get("root"),
         max_model_len=length if isinstance(length, int) else None,
     )
+
+
+def _answers_to(server: Server, base_url: str, name: str) -> bool:
+    """Whether a server answers to a model that it does not list, and to no other name: `transformers serve` lists no folders."""
+    prompt = {"messages": [{"role": "user", "content": "Hi"}]} if server.api == "chat" else {"prompt": "Hi"}
+
+    def answers(model: str) -> bool:
+        request = {"model": model, "max_tokens": 1, **prompt}
+        try:
+            return bool(send(base_url, _ENDPOINTS[server.api], server.timeout, server.api_key_env, request))
+        except EvaluationError:
+            return False
+
+    return answers(name) and not answers(f"not-{name}")
 
 
 def check_two(found: list[Served]) -> None:
@@ -212,7 +228,7 @@ def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase
     if served.max_model_len is not None and wanted is not None and served.max_model_len < wanted:
         raise EvaluationError(
             f"{served.name} is served with a context of {served.max_model_len} tokens, and the evaluation asks for up to {wanted}. Serve "
-            f"it with more (vLLM: --max-model-len {wanted}), or set eval.max_length={served.max_model_len}."
+            f"it with more (vLLM: --max-model-len {wanted}; llama.cpp: -c {wanted}), or set eval.max_length={served.max_model_len}."
         )
     plain = {"max_tokens": 2, "temperature": 0, "seed": settings.seed}
     own, bare = (list(tokenizer.encode(WORDS, add_special_tokens=special)) for special in (True, False))
@@ -231,7 +247,9 @@ def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase
     try:
         answer = served.complete(request)
     except EvaluationError as error:
-        raise EvaluationError(f"{error} (The prompts of eval.server.api=completions are token ids.)") from None
+        raise EvaluationError(
+            f"{error} (eval.server.api=completions sends token ids; eval.server.api=chat sends messages.)"
+        ) from None
     _check_count(served, answer, {len(bare)}, f"{len(bare)} token ids", "It does not take token ids as they are.")
     answer = served.complete(plain | {"prompt": WORDS})
     remedy = f"It has another tokenizer than {path}: is it the right model?"

@@ -1,4 +1,4 @@
-"""Exports what a run has trained: bash scripts/export.sh RUN --to merged|vllm|ollama|hub
+"""Exports what a run has trained: bash scripts/export.sh RUN --to merged|vllm|gguf|ollama|hub
 
 Each target is a folder that is complete by itself; docs/export.md describes them. Reads the command line.
 """
@@ -20,14 +20,15 @@ from sft.terminal import visible_line
 EXAMPLES = """\
   sft export outputs/tiny/latest --to merged          weights, tokenizer, template, card: one folder
   sft export outputs/tiny/latest --to vllm --gpus 2   and serve.sh, with the command for two GPUs
+  sft export outputs/tiny/latest --to gguf            one file for llama.cpp, by its convert_hf_to_gguf.py
   sft export outputs/tiny/latest --to ollama          and a Modelfile
   sft export outputs/tiny/latest --to hub --repo-id me/tiny --dry-run            what would be uploaded, with sizes
   sft export outputs/tiny/latest --to hub --repo-id me/tiny --checkpoints all    private; a branch per checkpoint"""
-TARGETS = ("merged", "vllm", "ollama", "hub")
+TARGETS = ("merged", "vllm", "gguf", "ollama", "hub")
 _ONLY = (
     dict.fromkeys(("repo_id", "revision", "checkpoints", "public", "dry_run"), ("hub",))
-    | dict.fromkeys(("max_length", "name"), ("vllm", "ollama"))
-    | {"gpus": ("vllm",), "gguf": ("ollama",), "output": ("merged", "vllm", "ollama")}
+    | {"max_length": ("vllm", "ollama"), "name": ("vllm", "gguf", "ollama")}
+    | {"gpus": ("vllm",), "gguf": ("ollama",), "output": ("merged", "vllm", "gguf", "ollama")}
 )
 """Options that only some targets have."""
 
@@ -50,7 +51,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     add("--license", metavar="ID", help="of the base, as the hub spells it, for the card: apache-2.0, llama3.1, ...")
     add("--gpus", type=int, metavar="N", help="vllm: GPUs of the server (default: of this machine)")
     add("--max-length", type=int, metavar="N", help="vllm, ollama: tokens of context (default: the model's)")
-    add("--name", help="vllm, ollama: the model's name there (default: the recipe's)")
+    add("--name", help="vllm, gguf, ollama: the model's name there (default: the recipe's)")
     add("--gguf", action="store_true", help="ollama: convert with llama.cpp's convert_hf_to_gguf.py")
     add("--repo-id", metavar="OWNER/NAME", help="hub: the repository")
     add("--revision", help="hub: a branch other than main")
@@ -88,6 +89,7 @@ def main(argv: Sequence[str]) -> None:
 
         upload(run, arguments)
         return
+    from sft.export.gguf import GGUF, GgufModel
     from sft.export.model import check_output, make_folder
     from sft.export.model_card import write_card
     from sft.export.ollama import OllamaModel
@@ -96,9 +98,11 @@ def main(argv: Sequence[str]) -> None:
     source = find_exported(run, arguments.checkpoint)
     output = arguments.output or Path("exports") / f"{source.name}-{arguments.to}"
     check_output(output, run.path)
-    target: VllmServer | OllamaModel | None = None
+    target: VllmServer | GgufModel | OllamaModel | None = None
     if arguments.to == "vllm":
         target = VllmServer(source, arguments.gpus, arguments.max_length, arguments.name)
+    if arguments.to == "gguf":
+        target = GgufModel(source, arguments.name)
     if arguments.to == "ollama":
         target = OllamaModel(source, arguments.max_length, arguments.name, arguments.gguf)
     check_unchanged(source, arguments.accept_edits)
@@ -109,5 +113,5 @@ def main(argv: Sequence[str]) -> None:
         write_card(source, folder, tokenizer, arguments.license)
 
     make_folder(source, output, finish)
-    print(f"{output}: complete, and loads by from_pretrained." if not arguments.gguf else f"{output}: complete.")
+    print(f"{output}: complete" + ("." if (output / GGUF).is_file() else ", and loads by from_pretrained."))
     print(target.usage(output) if target else f"Load it: AutoModelForCausalLM.from_pretrained({str(output)!r})")

@@ -40,6 +40,7 @@ def write_card(
         "base": _base_link(public_name(source.base.name_or_path)),
         "method": "all weights" if lora is None else f"LoRA adapters of rank {lora.r}, merged",
         "gguf": (folder / GGUF).is_file(),
+        "ollama": (folder / "Modelfile").is_file(),
         "place": _Markdown(repo_id or "path/to/this/folder"),
         "remote": _Markdown(", trust_remote_code=True" if source.base.trust_remote_code else ""),
         "chat": bool(tokenizer.chat_template),

@@ -12,7 +12,7 @@ from typing import Any
 
 from sft.data.render import with_fixed_date
 from sft.errors import ExportError
-from sft.export.gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
+from sft.export.gguf import CONVERTER, GGUF, GgufModel
 from sft.export.go_template import Markup, Message, differences, read_markup
 from sft.export.serving import context_length, sampling, stop_tokens
 from sft.export.source import Exported, read_config, text_config
@@ -41,19 +41,17 @@ class OllamaModel:
     def __init__(self, source: Exported, max_length: int | None, name: str | None, gguf: bool) -> None:
         self.source, self.name = source, (name or source.title).lower()
         self.length, self.length_reason = context_length(source, max_length)
-        self.converter = find_converter() if gguf else None
-        if self.converter is None:
+        self.gguf = GgufModel(source, name) if gguf else None
+        if self.gguf is None:
             check_architecture(text_config(source))
-        elif source.holds_model:
-            check_convertible(self.converter, source.folder)
 
     def write(self, folder: Path, tokenizer: Any) -> None:
         """Write the Modelfile, and with --gguf the GGUF file, into a folder that holds the model.
 
         Raises ExportError where the chat template cannot be written in Go, or the conversion failed.
         """
-        if self.converter is not None:
-            convert(self.converter, folder, tokenizer)
+        if self.gguf is not None:
+            self.gguf.write(folder, tokenizer)
         else:
             check_vocabulary(folder)
         markup, notes = chat_markup(tokenizer, folder)
@@ -68,7 +66,7 @@ class OllamaModel:
             f"# ollama create {shlex.quote(self.name)} -f Modelfile",
             *(f"# Differs from the model's own chat template: {note}." for note in notes),
             "# Tools are not in the template.",
-            f"FROM {'./' + GGUF if self.converter else '.'}",
+            f"FROM {'./' + GGUF if self.gguf else '.'}",
             f'TEMPLATE """{markup.go()}"""',
             *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
             *(f"PARAMETER {name} {value:.12g}" for name, value in sorted(values.items())),
@@ -82,7 +80,7 @@ class OllamaModel:
         """What the user reads."""
         lines = (folder / "Modelfile").read_text(encoding="utf-8").splitlines()
         notes = [line[2:] for line in lines if line.startswith("# Differs")]
-        notes += [] if self.converter else [_COMPARE]
+        notes += [] if self.gguf else [_COMPARE]
         name = shlex.quote(self.name)
         command = f"  cd {shlex.quote(str(folder))} && ollama create {name} -f Modelfile && ollama run {name}"
         return "\n".join([*notes, "Import it on a machine with Ollama (it was not started here):", command])

@@ -127,7 +127,11 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
     from torch.distributed.run import parse_args, run
 
     # The failed rank reports what is wrong; torchrun would repeat that it failed.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in (
+        "torch.distributed.elastic",
+        "torch.distributed.elastic.agent.server.api",
+    ):  # the second has a level of its own
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_SECONDS)
     os.environ["SFT_LAUNCHER"] = str(os.getpid())
     # What is ignored stays so: nohup.

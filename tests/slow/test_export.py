@@ -178,6 +178,7 @@ def test_the_modelfile_stops_where_the_model_was_trained_to(runs: EngineRuns, tm
 
 
 def test_gguf_holds_the_weights_once(full: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.export.llama_cpp.PACKAGE", "package_that_is_not_there")  # what is written here is no model
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     (tmp_path / "convert_hf_to_gguf.py").write_text(WRITES.format(**SAME))
     export(full, "--to", "ollama", "--gguf", "--output", tmp_path / "ollama")

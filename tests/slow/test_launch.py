@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -141,39 +140,11 @@ def test_an_accelerate_configuration_of_another_project_is_refused_in_one_messag
     assert printed.count("accelerate launch requests FSDP (its options, or a configuration left by") == 1, printed
 
 
-SRUN = """#!/usr/bin/env bash
-while [[ "$1" == --* ]]; do shift; done
-SLURM_NODEID=1 "$@" & SLURM_NODEID=0 "$@"; status=$?; wait $! && exit $status
-"""
-
-
 def finished(recipe: Path) -> None:
     run = latest(recipe)
     assert (run.record["status"], run.record["ranks"]) == ("finished", 2)
     assert steps(run) == list(range(1, len(steps(run)) + 1))
     assert (run.path / "logs" / "rank-1.log").is_file()
-
-
-@pytest.mark.extra  # the kubernetes file's two machines start by the same launcher
-def test_the_slurm_script_trains_on_two_machines(recipe: Path, tmp_path: Path, start: Start) -> None:
-    srun, port = tmp_path / "bin" / "srun", free_port()
-    srun.parent.mkdir()
-    srun.write_text(SRUN)
-    srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "localhost,other"}
-    job = start(
-        ["bash", REPOSITORY / "scripts" / "slurm" / "sft.sbatch", recipe, "train.learning_rate=2e-3"],
-        **step,
-        SLURM_NNODES="2",
-        SLURM_JOB_ID=str(port - 20000 if 20000 <= port < 30000 else port),
-        MASTER_PORT=str(port),
-        SLURM_SUBMIT_DIR=str(REPOSITORY),
-        PATH=f"{srun.parent}:{os.environ['PATH']}",
-    )
-    printed = job.communicate()[0]
-    assert job.returncode == 0, printed
-    finished(recipe)
-    assert latest(recipe).record["overrides"] == ["train.learning_rate=2e-3"]
 
 
 def test_the_command_of_the_kubernetes_file_trains_on_two_machines_and_both_restart_together(

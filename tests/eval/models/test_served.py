@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from eval.models.served import Served, score_choice
+from eval.models.served import Served, find_served, score_choice
 from eval.run import main
 from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, UserError
+from sft.recipe.eval import Server
 from sft.run.directory import Run
 
 Answer = tuple[int, Any]
@@ -157,6 +158,19 @@ def test_a_server_that_lists_no_such_model(
     assert message in refusal(serve(lambda *_: (status, value)) + "/v1")
 
 
+def test_a_model_that_is_not_listed_is_found_by_its_answer_where_other_names_are_refused(serve: Serve) -> None:
+    def strict(path: str, payload: dict[str, Any]) -> Answer:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "of the cache", "meta": {"n_ctx": 256}}]}
+        return (200, {"choices": []}) if payload["model"] == "tuned" else (422, {"detail": "pinned"})
+
+    address = serve(strict) + "/v1"
+    assert find_served(Server(base_url=address, model="tuned"), "tuned", "folder", True).name == "tuned"
+    assert find_served(Server(base_url=address, model="of the cache"), "tuned", "folder", True).max_model_len == 256
+    with pytest.raises(EvaluationError, match=r"serves no model `folder`.*It serves `of the cache`"):
+        find_served(Server(base_url=address), "tuned", "folder", True)
+
+
 def _shorter(fake: Fake, path: str, payload: dict[str, Any]) -> Answer:
     fake.length = 512
     return fake(path, payload)
@@ -193,7 +207,7 @@ def _slow(fake: Fake, path: str, payload: dict[str, Any]) -> Answer:
         (_shorter, "limit=1", "is served with a context of 512 tokens, and the evaluation asks for up to 1024"),
         (_another_tokenizer, "limit=1", "It has another tokenizer than"),
         (_one_token_more, "limit=1", "does not take token ids as they are"),
-        (_no_token_ids, "limit=1", "are token ids"),
+        (_no_token_ids, "limit=1", "sends token ids"),
         (_another_template, "server.api=chat", "It has another tokenizer or chat template than"),
         (_slow, "server.timeout=1", "has not answered within 1 s"),
     ],

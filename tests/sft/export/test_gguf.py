@@ -1,6 +1,5 @@
 """GGUF: what the converter lacks is named; a file that is not the model is refused. A stand-in converts with llama.cpp's writer."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sft.errors import ExportError
-from sft.export.gguf import CONVERTER, check_convertible, convert, find_converter
+from sft.export.gguf import CONVERTER, _pre_tokenizer, _write_scores, check_convertible, convert, find_converter
 from sft.hub.demo import Demo
 
 WRITES = """\
@@ -33,6 +32,12 @@ writer.close()
 SAME = {"eos": 2, "scale": 1, "count": None, "template": ""}
 
 
+@pytest.fixture(autouse=True)
+def _without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stand-in writes is no model: llama.cpp, where it is installed, would say so. tests/slow/test_llama_cpp.py has it."""
+    monkeypatch.setattr("sft.export.llama_cpp.PACKAGE", "package_that_is_not_there")
+
+
 @pytest.fixture
 def folder(demo: Demo, tmp_path: Path) -> Path:
     """The demo's model, to be converted."""
@@ -51,7 +56,7 @@ def converter(tmp_path: Path, text: str) -> Path:
 
 
 def test_the_weights_lie_there_once_when_the_file_is_the_model(folder: Path, tmp_path: Path) -> None:
-    convert(converter(tmp_path, WRITES.format(**SAME)), folder, AutoTokenizer.from_pretrained(folder))
+    convert(converter(tmp_path, WRITES.format(**SAME)), folder, AutoTokenizer.from_pretrained(folder), "mine")
     assert (folder / "model.gguf").is_file()
     assert not list(folder.glob("*.safetensors*"))
 
@@ -70,7 +75,7 @@ def test_a_file_that_is_not_the_model_is_refused(
 ) -> None:
     writes = converter(tmp_path, WRITES.format(**(SAME | fault)))
     with pytest.raises(ExportError, match=named):
-        convert(writes, folder, AutoTokenizer.from_pretrained(folder))
+        convert(writes, folder, AutoTokenizer.from_pretrained(folder), "mine")
     assert list(folder.glob("*.safetensors"))
 
 
@@ -79,7 +84,14 @@ def test_a_file_that_is_not_the_model_is_refused(
     [
         ("import sentencepiece_that_is_not_there", f"{sys.executable} -m pip install sentencepiece_that_is_not_there"),
         ("from google.not_protobuf import x", "pip install protobuf"),
-        ("raise NotImplementedError('BPE pre-tokenizer was not recognized - update it')", "trained from scratch"),
+        (
+            "raise NotImplementedError('BPE pre-tokenizer was not recognized - update it')",
+            "install package_that_is_not_there",
+        ),
+        (
+            "raise ValueError('Error: Missing /tmp/x/tokenizer.model')",
+            "copy the base model's into final/ and add --accept-edits",
+        ),
         ("raise SystemExit('Model FooForCausalLM is not supported')", "FooForCausalLM"),
         ("open(__import__('sys').argv[3], 'w').write('no GGUF')", "no GGUF"),
         ("pass", "printed nothing"),
@@ -89,7 +101,7 @@ def test_a_conversion_that_fails_says_why_and_what_to_do(
     folder: Path, tmp_path: Path, program: str, named: str
 ) -> None:
     with pytest.raises(ExportError) as failed:
-        convert(converter(tmp_path, program), folder, AutoTokenizer.from_pretrained(folder))
+        convert(converter(tmp_path, program), folder, AutoTokenizer.from_pretrained(folder), "mine")
     assert named in str(failed.value)
 
 
@@ -109,9 +121,28 @@ def test_a_converter_that_is_missing_is_named_with_the_package_it_needs(monkeypa
         find_converter()
 
 
-@pytest.mark.slow
-@pytest.mark.extra
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no llama.cpp")
-def test_the_real_converter_refuses_the_demos_tokenizer(folder: Path) -> None:
-    with pytest.raises(ExportError, match="trained from scratch"):
-        check_convertible(find_converter(), folder)
+def test_sentencepiece_pieces_are_scored_by_the_rank_of_their_merge(tmp_path: Path) -> None:
+    from gguf import GGUFReader, GGUFWriter
+
+    def written(scores: list[float]) -> list[float]:
+        writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+        writer.add_token_list(["<unk>", "a", "b", "ab", "c", "bc", "abc"])
+        writer.add_token_scores(scores)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        reader = GGUFReader(tmp_path / "model.gguf", "r+")
+        _write_scores(reader, {"model": {"merges": [["b", "c"], ["a", "b"], "a bc", ["ab", "c"]]}})
+        found: list[float] = GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.scores"].contents()
+        return found
+
+    assert written([-1000.0] * 7) == [-1000.0, -1000.0, -1000.0, -1.0, -1000.0, 0.0, -2.0]
+    own = [0.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+    assert written(own) == own, "tokenizer.model's own scores stay"
+
+
+def test_the_demos_pre_tokenizer_is_tried_as_that_of_gpt_2_and_a_published_one_by_its_pattern(
+    folder: Path, shared: Path
+) -> None:
+    assert _pre_tokenizer(folder) == _pre_tokenizer(shared / "tokenizers" / "minimind") == "gpt-2"
+    assert _pre_tokenizer(shared / "tokenizers" / "qwen3") == "qwen2"
