@@ -76,6 +76,8 @@ def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int 
     if topology.nodes == 1:
         # A free port of its own, so that two jobs on one machine do not meet.
         place = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(topology.master_port)]
+        # The name of this machine may have no address: in a container, say. torch would wait for one.
+        place += ["--local-addr", "127.0.0.1"]
     else:
         place = ["--nnodes", str(topology.nodes), "--node-rank", str(topology.node_rank)]
         place += ["--master-addr", topology.master_address, "--master-port", str(topology.master_port)]

@@ -105,6 +105,18 @@ def test_one_process_trains_in_the_process_that_planned(recipe: Path, start: Sta
     assert printed.count("Interrupted by SIGTERM after step") == 1
 
 
+@pytest.mark.extra
+def test_two_processes_meet_on_a_machine_whose_name_has_no_address(recipe: Path, start: Start) -> None:
+    """As in a container without an entry for itself."""
+    words = ["unshare", "--uts", "sh", "-c", 'hostname no-such-name && exec "$@"', "sh"]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("unshare --uts needs root, or user namespaces")
+    job = start([*words, *LAUNCH, recipe], NPROC="2")
+    printed = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, printed
+    finished(recipe)
+
+
 BY_HAND = {
     "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
     "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", "2"],
@@ -154,8 +166,13 @@ def test_the_command_of_the_kubernetes_file_trains_on_two_machines_and_both_rest
     job = yaml.safe_load((REPOSITORY / "scripts" / "kubernetes" / "pytorchjob.yaml").read_text())
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     words = [*container["command"], recipe, f"output_dir={recipe.parent / 'outputs'}", "--max-restarts", "1"]
-    both = {"PET_NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    first, second = (start([*words, "train.max_steps=40"], **both, PET_NODE_RANK=str(rank)) for rank in (0, 1))
+    # All that the training operator 1.9 sets in a pod: setPodEnv in its pkg/controller.v1/pytorch/envvar.go, nprocPerNode by default auto.
+    both = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "2", "PYTHONUNBUFFERED": "1"}
+    both |= dict.fromkeys(("MASTER_ADDR", "PET_MASTER_ADDR"), "127.0.0.1")
+    both |= dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), str(free_port()))
+    both |= {one["name"]: one["value"] for one in container["env"] if one["name"] != "HF_HOME"}
+    ranks = ({"PET_NODE_RANK": str(rank), "RANK": str(rank)} for rank in (0, 1))
+    first, second = (start([*words, "train.max_steps=40"], **both, **own) for own in ranks)
     os.kill(process_at_step(recipe, 1, 4, first), signal.SIGKILL)
     printed, elsewhere = first.communicate()[0], second.communicate()[0]
     assert (first.returncode, second.returncode) == (0, 0), printed + elsewhere
