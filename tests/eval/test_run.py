@@ -245,7 +245,7 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
         ("outputs/tiny/latst", r"There is no folder outputs/tiny/latst; did you mean `latest`\?"),
         ("tiny/latst", r"There is no folder tiny/latst; did you mean `latest`\?"),
         ("a/b/c", r"There is no folder a/b/c\."),
-        ("recipes/tiny.yaml", r"a recipe is trained by scripts/sft\.sh\. Name its run"),
+        ("recipes/tiny.yaml", r"a recipe is trained by .* Name its run"),
     ],
 )
 def test_a_mistyped_run_is_told_of_as_a_folder(
