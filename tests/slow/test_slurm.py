@@ -66,14 +66,21 @@ def on_two_nodes(cluster: Cluster, recipe: Path) -> Run:
     return Run(recipe.parent / "outputs" / "job" / "nodes")
 
 
-def test_two_nodes_train_as_one_process_and_rank_0_evaluates_when_the_other_has_ended(
-    on_two_nodes: Run, alone: Run
-) -> None:
-    """The cluster's WaitTime would end a job step two seconds after its first task."""
+def test_two_nodes_train_as_one_process(on_two_nodes: Run, alone: Run) -> None:
     assert (on_two_nodes.record["status"], on_two_nodes.record["ranks"]) == ("finished", 2)
     assert losses(on_two_nodes) == pytest.approx(losses(alone), rel=1e-4)
     assert len(losses(on_two_nodes)) == STEPS
     assert on_two_nodes.comparison_file.is_file()
+
+
+def test_rank_0_evaluates_as_long_as_it_takes_when_the_other_node_is_done(
+    cluster: Cluster, recipe: Path, alone: Run
+) -> None:
+    """All that is left of this run is its evaluation. The cluster's WaitTime would end a step two seconds after its first task."""
+    assert not alone.comparison_file.exists()
+    job = cluster.submit(SCRIPTS / "sft.sbatch", recipe, "tracking.run_name=alone")
+    assert cluster.end_of(job) == "COMPLETED", cluster.printed(job)
+    assert alone.comparison_file.is_file()
 
 
 def test_a_job_whose_time_is_up_saves_requeues_itself_and_resumes(cluster: Cluster, recipe: Path, alone: Run) -> None:
