@@ -27,6 +27,7 @@ from eval.models.backends import check_backend
 from eval.models.target import check_folder
 from sft import terminal
 from sft.errors import EvaluationError, RecipeError
+from sft.parallel.environment import LAUNCHED
 from sft.program import run_main
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation
@@ -42,7 +43,6 @@ NO_RECIPE = json.dumps(
     {"schema_version": 1, "version": 1, "model": {"name_or_path": "-"}, "data": {"train": "-"}}
     | {"train": {"global_batch_size": 1}}
 )
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _as_override(argument: str) -> str:
@@ -98,7 +98,7 @@ def _leave_launcher() -> str | None:
         raise EvaluationError(
             f"The evaluation was started as {number} processes, {here} of them on this node. It runs on one node: start it on one."
         )
-    for name in _OF_A_LAUNCHER:
+    for name in LAUNCHED:
         os.environ.pop(name, None)
     if is_rank and rank != "0":
         sys.exit(0)

@@ -25,6 +25,9 @@ _SHAPES = re.compile(
 _LOGIN = re.compile(r"(?<=://)(?:[^\s/@:'\"]+:[^\s/@'\"]+|[^\s/@:'\"]{16,})(?=@)")
 """`user:password` or a long token before the host of a URL; `ssh://git@host` has neither."""
 
+_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password)=)[^\s&#'\"]{8,}")
+"""In a URL's query, as in the address of a trackio server."""
+
 _NAMED = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)")
 _SHORTEST = 16
 """Shorter values of environment variables are not searched for: such words occur by themselves."""
@@ -46,11 +49,13 @@ def redact(text: str) -> str:
 
     >>> redact("GET https://me:pass@host/x and AKIA0123456789ABCDEF")
     'GET https://[hidden]@host/x and [hidden]'
+    >>> redact("http://host:7860/?write_token=abcdefgh01234567&x=1")
+    'http://host:7860/?write_token=[hidden]&x=1'
     """
     for value in _from_environment(os.environ):
         if value in text:
             text = text.replace(value, HIDDEN)
-    return _LOGIN.sub(HIDDEN, _SHAPES.sub(HIDDEN, text))
+    return _QUERY.sub(rf"\1{HIDDEN}", _LOGIN.sub(HIDDEN, _SHAPES.sub(HIDDEN, text)))
 
 
 def _describe(text: str) -> str | None:
@@ -61,7 +66,9 @@ def _describe(text: str) -> str | None:
     shape = _SHAPES.search(text)
     if shape:
         return f"{shape[0][:3]}..., {len(shape[0])} characters"
-    return "a login in a URL, before its host" if _LOGIN.search(text) else None
+    if _LOGIN.search(text):
+        return "a login in a URL, before its host"
+    return "a token in a URL, after its ?" if _QUERY.search(text) else None
 
 
 def secrets_in(text: str, overrides: Sequence[str]) -> list[str]:

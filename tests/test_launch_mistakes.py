@@ -75,12 +75,13 @@ def busy_port() -> Iterator[int]:
         (
             "SLURM_NNODES=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=8",
             "8 tasks on 1 machine,",
-            "--ntasks-per-node=1",
+            "srun --ntasks=1 --ntasks-per-node=1",
         ),
+        ("SLURM_NNODES=2 SLURM_NTASKS=2", "SLURM_NODEID is not set. srun sets it", "srun --ntasks-per-node=1"),
         (
             "SLURM_NNODES=2 SLURM_NODEID=0 SLURM_JOB_ID=77 SLURM_JOB_NODELIST=gone[1-2].invalid",
             f"SLURM_JOB_NODELIST=gone[1-2].invalid), and this one is {socket.gethostname()}",
-            "unset ${!SLURM_*}",
+            "unset SLURM_NNODES SLURM_STEP_NUM_NODES",
         ),
         ("PET_NNODES=1:4 PET_NODE_RANK=0", "PET_NNODES=1:4", "whole number"),
     ],

@@ -52,12 +52,10 @@ def _options(sample: Sample) -> list[str]:
 
 
 def question(sample: Sample) -> str:
-    """The document's own texts in the prompt, in their order there, without template and examples; else the prompt's end."""
+    """The document's own texts in the prompt, without template and examples; else the prompt's end."""
     prompt = _requests(sample)[0][0] if sample["arguments"] else ""
     texts = [text.strip() for text in texts_in(sample["doc"]) if len(text.split()) > 2]
-    places = {text: place for text in texts if (place := prompt.rfind(text)) >= 0}
-    outer = [text for text in places if not any(text != other and text in other for other in places)]
-    return shorten("\n".join(sorted(outer, key=places.__getitem__)) or prompt, keep_end=True)
+    return shorten("\n".join(dict.fromkeys(text for text in texts if text in prompt)) or prompt, keep_end=True)
 
 
 def _first(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from eval.report.formats import Code, code, is_number, words
 from sft.errors import UserError
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run
+from sft.run.directory import Run, read_lines
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _by_step(path: Path) -> list[dict[str, Any]]:
     """One line per step: the last one written, where a resumed run repeated a step."""
-    points = {
-        line["step"]: line for line in _lines(path) if type(line.get("step")) is int and abs(line["step"]) < 2**53
-    }
+    points = {line["step"]: line for line in read_lines(path) if abs(line["step"]) < 2**53}
     return [points[step] for step in sorted(points)]
 
 

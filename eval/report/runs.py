@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from eval.report.blocks import Block, notice, table, text
-from eval.report.charts import SMOOTH_FROM, Series, chart, running_mean, series_of
+from eval.report.charts import SMOOTH_FROM, chart, series_of, with_mean
 from eval.report.collect import blocks_of, sections
 from eval.report.formats import MISSING, Code, Link, duration, interval, name_of, number, verdict_of, words
 from eval.report.run_files import RunFiles, column, data_names, model_name
@@ -124,13 +125,13 @@ def _curves(runs: Runs) -> list[Block]:
         curves = []
         for place, files in enumerate(runs):
             one = series_of(files.metrics, key, LETTERS[place], f"c{place}", over)
-            if key in ("loss", "tokens_per_second", "grad_norm") and len(one.x) >= SMOOTH_FROM:
-                one = Series(one.name, one.x, running_mean(one.y, len(one.x) // 20), one.color)
-            curves.append(one)
+            curves.append(replace(with_mean(one)[-1], name=one.name))
         if any(len(one.x) for one in curves):
             x_label = "optimizer step" if over == "step" else "tokens"
             charts.append(chart(title, unit, curves, x_label=x_label, from_zero="loss" not in key))
     if not charts:
         return [text("None of the runs has logged an optimizer step.")]
-    smoothed = f"With {SMOOTH_FROM} or more logged steps, loss, gradient norm and throughput are running means over a twentieth of them."
-    return [Block("charts", charts), text(smoothed)]
+    return [
+        Block("charts", charts),
+        text(f"Of {SMOOTH_FROM} points or more, the running mean over a twentieth of them."),
+    ]

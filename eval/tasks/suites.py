@@ -23,7 +23,6 @@ from sft.recipe.schema import Evaluation
 class Suite:
     """A named set of tasks."""
 
-    purpose: str
     tasks: tuple[str, ...]
 
     limit: int | None = None
@@ -32,35 +31,29 @@ class Suite:
     without_template: tuple[str, ...] = ()
     """The tasks in their place where eval.apply_chat_template=false; none: the same."""
 
-    needs: str = ""
-    """What not every machine has."""
-
 
 SUITES: dict[str, Suite] = {
-    # Knowledge and common sense by likelihood, reasoning aloud, following instructions: what fine-tuning breaks first.
+    # A first look: knowledge and common sense by likelihood, reasoning aloud, following instructions: what fine-tuning breaks first.
     "quick": Suite(
-        "a first look: large losses show, small differences do not",
         ("arc_challenge", "hellaswag", "gsm8k", "ifeval"),
         limit=100,
     ),
+    # Answers that the model writes.
     # Without truthfulqa_gen, whose metrics are scripts from the hub, and math500, which needs lm_eval's extra `math`.
     "chat": Suite(
-        "answers that the model writes, without examples in the prompt",
         ("ifeval", "gsm8k_cot_zeroshot", "arc_challenge_chat"),
     ),
+    # Programs that the model writes.
     # humaneval_instruct asks in words and takes the code out of the answer's ```, humaneval has the model go on with a file, which no chat
     # model does. mbpp shows by three examples what an answer looks like, in a chat as turns. In mbpp_instruct a right answer that begins
     # with `def` or `import` counts as wrong: lm_eval takes its first word for the name of its language.
     "code": Suite(
-        "programs that the model writes, run within limits: needs eval.confirm_run_unsafe_code=true",
         ("humaneval_instruct", "mbpp"),
         without_template=("humaneval", "mbpp"),
     ),
-    # Without leaderboard_math_hard, which needs lm_eval's extra `math`.
+    # The Open LLM Leaderboard, without leaderboard_math_hard, which needs lm_eval's extra `math`; gpqa is gated on the hub.
     "leaderboard": Suite(
-        "the tasks of the Open LLM Leaderboard",
         ("leaderboard_bbh", "leaderboard_gpqa", "leaderboard_ifeval", "leaderboard_mmlu_pro", "leaderboard_musr"),
-        needs="for leaderboard_gpqa, an account on the hub with access to Idavidrein/gpqa, which is gated",
     ),
 }
 
@@ -78,14 +71,13 @@ def tasks_of(suite: str | None, apply_chat_template: bool) -> tuple[str, ...]:
 
 
 def describe_suite(evaluation: Evaluation) -> str | None:
-    """What the suite measures and what it needs; None without a suite."""
+    """What the suite measures; None without a suite."""
     if evaluation.suite is None:
         return None
-    chosen, limit = SUITES[evaluation.suite], limit_of(evaluation)
+    limit = limit_of(evaluation)
     tasks = ", ".join(tasks_of(evaluation.suite, evaluation.apply_chat_template))
     documents = "all documents" if limit is None else f"the first {limit:,} documents of each task"
-    line = f"eval.suite={evaluation.suite} ({chosen.purpose}): {tasks}; {documents}."
-    return line + (f"\n  Needs: {chosen.needs}." if chosen.needs else "")
+    return f"eval.suite={evaluation.suite}: {tasks}; {documents}."
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Nothing is converted on disk: files are mapped into memory, and only what a para
 DeepSpeed, ZeRO-1 to 3       sft/checkpoint/zero.py
 one process, DDP, TP         model.safetensors or adapter_model.safetensors, and optimizer.pt, whose state is by number
 FSDP2, sharded               pytorch_model_fsdp_0/ and optimizer_0/, torch's distributed checkpoint
-pipeline stages              weights as above, and optimizer_<rank>.pt of each stage, by name
+pipeline stages              weights as above, or in a file of each stage; optimizer_<rank>.pt of each stage, by name
 FSDP2, full                  pytorch_model_fsdp.bin and optimizer.bin, by name
 """
 

@@ -22,6 +22,7 @@ from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.errors import DataError, Interrupted, RunError
 from sft.hub.model_facts import ModelFacts
 from sft.launch.job import CheckedRecipe, checked_model, open_recipe, parse_command_line, plan_job
+from sft.parallel.environment import environment_without_launcher
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
 from sft.plan.job import Job
 from sft.program import end_with_parent, exit_process, run_main, shown_command
@@ -51,9 +52,8 @@ def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str])
     """Start the process that prepares the recipe's data; None if it is prepared. It ends with this process."""
     if find_prepared(entry_folder(recipe, model)) is not None:
         return None
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    environment["SFT_PARENT"] = str(os.getpid())
+    environment = environment_without_launcher() | {"SFT_PARENT": str(os.getpid())}
+    environment.pop("OMP_NUM_THREADS", None)
     with held_back():
         return subprocess.Popen([sys.executable, "-m", "sft.launch.prepare", *command], env=environment)
 

@@ -22,7 +22,7 @@ from sft.plan.hardware import visible_gpus, whole_number
 
 DEFAULT_PORT = 29500
 
-UNSET_SLURM = "unset ${!SLURM_*}"  # bash: every variable that Slurm has set
+UNSET_SLURM = "unset SLURM_NNODES SLURM_STEP_NUM_NODES"  # not all: commands of Slurm's may need SLURM_CONF
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,10 @@ def read_topology() -> Topology:
         return Topology(per_node, master_port=port)
     node_rank = whole_number(source.node_rank, -1, 0)
     if node_rank < 0:
-        raise PlanError(
-            f"{source.nodes}={nodes}, and {source.node_rank} is not set. Set it to 0 on the first machine, 1 on the second, and so on."
-        )
+        remedy = "Set it to 0 on the first machine, 1 on the second, and so on."
+        if source.is_slurm:
+            remedy = f"srun sets it, on each machine.\n{_slurm_words(source)}"
+        raise PlanError(f"{source.nodes}={nodes}, and {source.node_rank} is not set. {remedy}")
     if node_rank >= nodes:
         raise PlanError(
             f"{source.node_rank}={node_rank} with {source.nodes}={nodes}: machines are numbered from 0 to {nodes - 1}."
@@ -116,8 +117,8 @@ def _check_tasks(nodes: int) -> None:
     if tasks > nodes:
         raise PlanError(
             f"Slurm starts {tasks} tasks on {nodes} machine{'s' if nodes > 1 else ''}, and this launcher wants one on each: it starts the "
-            "processes, one for each GPU. Use srun --ntasks-per-node=1. If these variables are left over from another job, unset them: "
-            f"{UNSET_SLURM}."
+            f"processes, one for each GPU. Use srun --ntasks={nodes} --ntasks-per-node=1. If these variables are left over from another "
+            f"job, unset them: {UNSET_SLURM}."
         )
 
 
@@ -143,5 +144,5 @@ def _slurm_words(source: _Source) -> str:
     said = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     return (
         f"Slurm's variables say where the machines are ({said}), and this one is {socket.gethostname()}. If they are left over from "
-        f"another job, unset them: {UNSET_SLURM}. In a batch script start the command with srun --ntasks-per-node=1."
+        f"another job, unset them: {UNSET_SLURM}. In a batch script or an allocation start the command with srun --ntasks-per-node=1."
     )

@@ -76,6 +76,8 @@ def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int 
     if topology.nodes == 1:
         # A free port of its own, so that two jobs on one machine do not meet.
         place = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(topology.master_port)]
+        # The name of this machine may have no address: in a container, say. torch would wait for one.
+        place += ["--local-addr", "127.0.0.1"]
     else:
         place = ["--nnodes", str(topology.nodes), "--node-rank", str(topology.node_rank)]
         place += ["--master-addr", topology.master_address, "--master-port", str(topology.master_port)]
@@ -127,7 +129,11 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
     from torch.distributed.run import parse_args, run
 
     # The failed rank reports what is wrong; torchrun would repeat that it failed.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in (
+        "torch.distributed.elastic",
+        "torch.distributed.elastic.agent.server.api",
+    ):  # the second has a level of its own
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_SECONDS)
     os.environ["SFT_LAUNCHER"] = str(os.getpid())
     # What is ignored stays so: nohup.

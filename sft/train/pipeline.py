@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,9 @@ class PipelineTrainer(RecipeTrainer):
         batches, self._waiting = self._waiting, []
         model.train()
         self.tally.begin(self.args.device)
-
-        def compute(part: Any, batch: dict[str, Any]) -> torch.Tensor:
-            loss: torch.Tensor = self.compute_loss(part, batch, num_items_in_batch=num_items_in_batch)
-            return loss
-
+        loss_of = partial(self.compute_loss, num_items_in_batch=num_items_in_batch)
         with no_masks_of_packs() if self.takes_boundaries else nullcontext():
-            loss = self.pipeline.step(batches, compute, self.compute_loss_context_manager)
+            loss = self.pipeline.step(batches, loss_of, self.compute_loss_context_manager)
         return loss * int(self.accelerator.num_processes)  # transformers logs the mean over all ranks
 
     def of_engine(self) -> dict[str, float]:

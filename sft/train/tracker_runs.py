@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from transformers.integrations import MLflowCallback, TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.integrations.integration_utils import rewrite_logs
 from transformers.trainer_callback import TrainerCallback
 
 from sft.files import write_text
@@ -64,13 +65,15 @@ def _open_trackio(callback: Any, trainer: Any, run: Run, step: int) -> None:
     from trackio.sqlite_storage import SQLiteStorage
 
     project, known = trainer.args.project, run.record.get("trackio_id")
-    if known is None and SQLiteStorage.get_latest_run_record_by_name(project, trainer.args.run_name):
+    if (address := os.environ.get("TRACKIO_SERVER_URL")) and not os.environ.get("TRACKIO_SPACE_ID"):
+        _send_once(callback, _sent_to_trackio(address, project, trainer.args.run_name, known, step))
+    elif known is None and SQLiteStorage.get_latest_run_record_by_name(project, trainer.args.run_name):
         raise ValueError(
             f"{os.environ['TRACKIO_DIR']} has another run {trainer.args.run_name} in project {project}, and this one would be added to it. "
             "Choose another tracking.run_name."
         )
     file = SQLiteStorage.get_project_db_path(project)
-    if known and file.exists():
+    if known and not address and file.exists():
         with closing(sqlite3.connect(file)) as database, database:
             rows = database.execute("SELECT id, metrics FROM metrics WHERE run_id = ?", (known,)).fetchall()
             later = [(key,) for key, metrics in rows if json.loads(metrics).get(_STEP, 0) > step]
@@ -80,6 +83,42 @@ def _open_trackio(callback: Any, trainer: Any, run: Run, step: int) -> None:
     opened = current_run.get()
     assert opened is not None
     run.update(trackio_id=opened.id)
+
+
+def _sent_to_trackio(address: str, project: str, name: str, known: str | None, step: int) -> set[tuple[str, int]]:
+    from trackio.remote_client import RemoteClient
+    from trackio.utils import parse_trackio_server_url
+
+    url, token = parse_trackio_server_url(address)
+    client = RemoteClient(url, write_token=token or os.environ.get("TRACKIO_WRITE_TOKEN"), verbose=False)
+    if known is None:
+        if name in {one["name"] for one in client.predict(project=project, api_name="/get_runs_for_project")}:
+            raise ValueError(
+                f"{url} has another run {name} in project {project}, and this one would be added to it. Choose another tracking.run_name."
+            )
+        return set()
+    own = known.replace("'", "")
+    query = f"SELECT metrics FROM metrics WHERE run_id = '{own}' AND json_extract(metrics, '$.\"{_STEP}\"') > {step}"
+    rows = client.predict(project=project, query=query, api_name="/query_project")["rows"]
+    lines = [json.loads(row["metrics"]) if isinstance(row["metrics"], str) else row["metrics"] for row in rows]
+    return {(key, line[_STEP]) for line in lines for key in line}
+
+
+def _send_once(callback: Any, sent: set[tuple[str, int]]) -> None:
+    """Send no figure again that a server has: it cannot remove it, and a resumed run logs what it logged before."""
+    log = callback.on_log
+
+    def log_new(args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        names = {key: next(iter(rewrite_logs({key: None}))) for key in logs}
+        new = {
+            key: value
+            for key, value in logs.items()
+            if not {(key, state.global_step), (names[key], state.global_step)} & sent
+        }
+        if new:
+            log(args, state, control, logs=new, **kwargs)
+
+    callback.on_log = log_new
 
 
 def _open_mlflow(callback: Any, trainer: Any, step: int) -> None:
@@ -94,6 +133,9 @@ def _open_mlflow(callback: Any, trainer: Any, step: int) -> None:
             lines = file.read_text().splitlines(keepends=True)  # time, value, step
             kept = [line for line in lines if int(line.split()[2]) <= step]
             write_text(file, "".join(kept)) if kept else file.unlink()
+    else:
+        histories = [(key, client.get_metric_history(name, key)) for key in found.data.metrics]
+        _send_once(callback, {(key, one.step) for key, history in histories for one in history if one.step > step})
     if "recipe.version" not in found.data.params:
         flat = {f"recipe.{key}": str(value)[:500] for key, value in _flat(values(trainer.job.recipe))}
         for key, value in flat.items():

@@ -45,6 +45,19 @@ def test_a_run_is_measured_compared_and_reported(run: Run, capsys: pytest.Captur
     assert settings[0]["settings_hash"] == settings[1]["settings_hash"] == compared["settings_hash"]
 
 
+def test_the_tuned_model_is_measured_in_the_batches_that_were_found_for_the_base(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.tasks.settings.CPU_BATCH_SIZE", "auto")  # as on a GPU
+    memory = iter([3, 64])
+    monkeypatch.setattr("lm_eval.models.huggingface.HFLM._detect_batch_size", lambda *_: next(memory))
+    main([str(run.path), "base_cache=false"])
+    found = [
+        read_json(path / "results.json")["batch_sizes_found"] for path in (run.base_evaluation, run.tuned_evaluation)
+    ]
+    assert found == [{"demo_extraction": [3]}] * 2
+
+
 def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path)])
     capsys.readouterr()
@@ -245,7 +258,7 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
         ("outputs/tiny/latst", r"There is no folder outputs/tiny/latst; did you mean `latest`\?"),
         ("tiny/latst", r"There is no folder tiny/latst; did you mean `latest`\?"),
         ("a/b/c", r"There is no folder a/b/c\."),
-        ("recipes/tiny.yaml", r"a recipe is trained by scripts/sft\.sh\. Name its run"),
+        ("recipes/tiny.yaml", r"a recipe is trained by .* Name its run"),
     ],
 )
 def test_a_mistyped_run_is_told_of_as_a_folder(

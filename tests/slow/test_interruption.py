@@ -127,9 +127,10 @@ def submit(folder: Path, warns: bool, **environment: str) -> tuple[int, str, lis
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text if text.startswith("#!") else f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
-    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "17", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    script = REPOSITORY / "scripts" / "slurm" / "sft.sbatch"
-    job = subprocess.Popen(["bash", script], env=os.environ | slurm | environment, stdout=subprocess.PIPE, text=True)
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    slurm = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "17", "MASTER_ADDR": "127.0.0.1", "PATH": path} | environment
+    words = ["bash", REPOSITORY / "scripts" / "slurm" / "sft.sbatch", "recipe.yaml"]
+    job = subprocess.Popen(words, env=os.environ | slurm, stdout=subprocess.PIPE, text=True, cwd=folder)
     until(lambda: (folder / "started").exists(), job)
     if warns:
         job.send_signal(signal.SIGUSR1)
@@ -144,6 +145,9 @@ def test_a_slurm_job_whose_time_is_up_is_queued_again_so_many_times(tmp_path: Pa
     assert submit(tmp_path / "first", True) == (143, "The time is up: requeued, 1 of 20.\n", ["requeue 17"])
     status, printed, calls = submit(tmp_path / "last", True, SLURM_RESTART_COUNT="3", REQUEUES="3")
     assert (status, calls) == (143, []) and "submit it again" in printed
+    # The last task of an array has the number of the array as its job's.
+    of_array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"}
+    assert submit(tmp_path / "array", True, **of_array)[2] == ["requeue 17_1"]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ CASES = [
     *(("packed", engine) for engine in list(ENGINES)[1:]),
     *(("padded", engine) for engine in PADDED),
     *(("padded, adapters", engine) for engine in WITH_ADAPTERS),
-    *((kind, "2 pipeline parallel") for kind in ("packed, partly frozen", "packed, new tokens")),
+    *((kind, "2 pipeline parallel") for kind in ("packed, partly frozen", "packed, new tokens", "packed, pissa")),
 ]
 
 
@@ -58,6 +58,7 @@ REPEATED = {
     ("packed", "3 pipeline parallel"),
     ("packed, partly frozen", "2 pipeline parallel"),
     ("packed, new tokens", "2 pipeline parallel"),
+    ("packed, pissa", "2 pipeline parallel"),
     ("padded", "2 ZeRO-2"),
     ("padded, adapters", "2 ZeRO-1"),
     ("padded, adapters", "2 ZeRO-3 offload"),

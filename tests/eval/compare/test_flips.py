@@ -63,8 +63,13 @@ def test_a_choice_is_shown_by_its_text() -> None:
     assert question(sample) == "Which animal barks at night?"
 
 
-def test_a_question_is_the_document_s_texts_in_the_order_of_the_prompt_else_the_prompt_s_end() -> None:
-    doc = {"question": "is the sky blue", "passage": "The sky is blue today, they say.", "label": "yes"}
+def test_a_question_is_the_document_s_texts_that_the_prompt_has_else_the_prompt_s_end() -> None:
+    doc = {
+        "passage": "The sky is blue today, they say.",
+        "question": "is the sky blue",
+        "label": "yes",
+        "note": "a b c",
+    }
     prompt = {"gen_args_0": {"arg_0": "The sky is blue today, they say.\nQ: is the sky blue?", "arg_1": "{}"}}
     found = question(generated(0, "", 1, doc=doc, arguments=prompt))
     assert found == "The sky is blue today, they say.\nis the sky blue"

@@ -1,7 +1,6 @@
 """`sft plan` through the real command: bars, JSON, and a model of which only config.json and tokenizer are here."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,12 +65,7 @@ def test_json_prints_one_plan(recipe_file: Path) -> None:
         run(recipe_file, "--json", "--fit", "--on", "1x4GB")
 
 
-def test_adapters_that_fit_a_model_are_kept_and_others_are_refused_each_time(
-    recipe_file: Path, bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_adapters_that_match_no_layer_are_refused_by_the_plan(recipe_file: Path, bare: Path, tmp_path: Path) -> None:
     words = [recipe_file, f"model.name_or_path={bare}", f"output_dir={tmp_path / 'out'}"]
-    for lora, refused in (("{}", False), ("{target_modules: [nope]}", True), ("{}", False)):
-        with pytest.raises(ModelError, match="nope matches no layer") if refused else nullcontext():
-            run(*words, f"model.lora={lora}")
-        assert len(list((tmp_path / "cache" / "sft" / "trained").glob("*.json"))) == 1
+    with pytest.raises(ModelError, match="nope matches no layer"):
+        run(*words, "model.lora={target_modules: [nope]}")

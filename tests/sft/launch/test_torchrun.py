@@ -80,6 +80,9 @@ def test_a_node_that_only_lost_a_rank_of_another_ends_as_that_one_and_does_not_r
 def test_torchrun_understands_what_it_is_called_with() -> None:
     from torch.distributed.run import parse_args
 
+    here = parse_args(torchrun_arguments(Topology(2), PROGRAM))
+    # torch would look for the address of this machine's name, which in a container may have none, for minutes.
+    assert (here.standalone, here.local_addr, here.nproc_per_node) == (True, "127.0.0.1", "2")
     understood = parse_args(torchrun_arguments(Topology(8, 2, 1, "host0", 4242), PROGRAM, 600))
     assert (understood.nnodes, understood.node_rank, understood.nproc_per_node) == ("2", 1, "8")
     assert (understood.master_addr, understood.master_port) == ("host0", 4242)

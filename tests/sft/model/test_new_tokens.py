@@ -45,7 +45,8 @@ def tokenizer(demo: Demo) -> Any:
 @pytest.fixture
 def make_job(recipe_file: Path, outputs: Path) -> MakeJob:
     def make(*overrides: str) -> Job:
-        return open_job(recipe_file, [f"output_dir={outputs}", *overrides], CPU)
+        hardware = replace(CPU, ranks=2, ranks_per_node=2) if "train.pipeline_parallel_size=2" in overrides else CPU
+        return open_job(recipe_file, [f"output_dir={outputs}", *overrides], hardware)
 
     return make
 
@@ -205,7 +206,13 @@ def test_special_tokens_whose_rows_were_never_trained_are_found(tied: bool, made
 
 
 @pytest.mark.parametrize(
-    ("override", "refused"), [("train.deepspeed=zero3", True), ("train.deepspeed=zero2", False), (None, False)]
+    ("override", "refused"),
+    [
+        ("train.deepspeed=zero3", True),
+        ("train.pipeline_parallel_size=2", True),
+        ("train.deepspeed=zero2", False),
+        (None, False),
+    ],
 )
 def test_untrained_rows_of_a_sharded_embedding_are_refused(
     override: str | None, refused: bool, make_job: MakeJob, tokenizer: Any
