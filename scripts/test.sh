@@ -34,8 +34,8 @@ mypy
 site=$(NO_MKDOCS_2_WARNING=1 mkdocs build --strict 2>&1) || { echo "$site"; exit 1; }
 lint-imports --no-cache >/dev/null || { lint-imports --no-cache; exit 1; }
 python -m pytest -q -n auto --maxprocesses 4 --dist loadscope --ignore tests/slow --ignore tests/gpu
-# One more at a time than there are cores (of two, at most four): each starts processes of its own, and waits for them. A test that failed beside another one runs once more by itself: on a busy
-# machine two of them can exceed a time limit together. Its first failure stays in the output.
+# Three at a time: each starts processes of its own, and waits for them. A test that failed beside others runs once more by itself: on a busy
+# machine they can exceed a time limit together. Its first failure stays in the output.
 slow() {
   mapfile -t files < <(grep -rl "mark\.slow" tests --include "test_*.py") # importing the others costs each process seconds
   python -m pytest -q -m "$1" "${files[@]}" -n 3 --dist worksteal --durations 40 && return

@@ -79,7 +79,10 @@ class GgufModel:
         command = (
             f"llama-server -m {shlex.quote(str(folder / GGUF))} --alias {shlex.quote(self.name)} --jinja {options}"
         )
-        return f"Serve it with llama.cpp (it was not started here):\n  {command}"
+        compared = (
+            f"pip install {llama_cpp.PACKAGE}, and an export also lets llama.cpp load the file and compare tokens.\n"
+        )
+        return f"{'' if llama_cpp.is_installed() else compared}Serve it with llama.cpp:\n  {command}"
 
 
 def check_convertible(converter: Path, folder: Path) -> None:
@@ -101,6 +104,7 @@ def convert(converter: Path, folder: Path, tokenizer: Any, name: str) -> None:
     _run(converter, folder, folder / GGUF, "--outtype", dtype, "--model-name", name)
     quants, reader = _read(converter, folder / GGUF)
     _write_scores(reader, read_config(folder, "tokenizer.json"))
+    _leave_out_bos(reader, tokenizer)
     fault = _fault(folder, tokenizer, quants, reader)
     if fault is None and llama_cpp.is_installed():
         fault = llama_cpp.fault(folder / GGUF, tokenizer)
@@ -123,6 +127,28 @@ def _write_scores(reader: Any, tokenizer: dict[str, Any]) -> None:
         token = ids["".join(merge.split(" ") if isinstance(merge, str) else merge)]
         scores.parts[scores.data[token]][0] = -rank
     reader.data.flush()
+
+
+def _leave_out_bos(reader: Any, tokenizer: Any) -> None:
+    """Have no BOS put before chats whose template writes none: llama.cpp adds it to every prompt, and the training did not."""
+    adds = reader.fields.get("tokenizer.ggml.add_bos_token")
+    if adds is not None and tokenizer.chat_template and not _begins_with_bos(tokenizer):
+        adds.parts[adds.data[0]][0] = False
+        reader.data.flush()
+
+
+def _begins_with_bos(tokenizer: Any) -> bool:
+    """Whether the chat template writes BOS.
+
+    Raises ExportError where the template refuses a user's message.
+    """
+    try:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+    except Exception as error:  # a template is somebody else's program
+        raise ExportError(f"The chat template refuses a message of a user: {error}") from None
+    return bool(ids[0] == tokenizer.bos_token_id)
 
 
 def _run(converter: Path, folder: Path, target: Path, *options: str) -> None:

@@ -31,9 +31,10 @@ def is_installed() -> bool:
 
 def fault(path: Path, tokenizer: Any) -> str | None:
     """How llama.cpp reads texts or chats otherwise than the tokenizer, or why it cannot load the file; None if neither."""
-    expected = [(text, list(tokenizer(text)["input_ids"])) for text in _TEXTS]
     chats = list(_chats(tokenizer)) if tokenizer.chat_template else []
-    request = {"texts": [text for text, _ in expected], "chats": [chat for chat, _ in chats]}
+    special = not chats  # whether a text begins with BOS is what the chats show
+    expected = [(text, list(tokenizer(text, add_special_tokens=special)["input_ids"])) for text in _TEXTS]
+    request = {"texts": list(_TEXTS), "special": special, "chats": [chat for chat, _ in chats]}
     words = [sys.executable, "-P", __file__, str(path)]
     done = subprocess.run(words, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -71,9 +72,9 @@ def _main(path: str) -> None:
         return answer.json()
 
     asked = json.load(sys.stdin)
-    prompts = asked["texts"] + [ask("/apply-template", messages=chat)["prompt"] for chat in asked["chats"]]
-    found = [ask("/tokenize", content=text, add_special=True, parse_special=True)["tokens"] for text in prompts]
-    print(json.dumps(found))
+    prompts = [(text, asked["special"]) for text in asked["texts"]]
+    prompts += [(ask("/apply-template", messages=chat)["prompt"], True) for chat in asked["chats"]]
+    print(json.dumps([ask("/tokenize", content=text, add_special=special)["tokens"] for text, special in prompts]))
 
 
 if __name__ == "__main__":

@@ -49,25 +49,32 @@ PROMPTS = [
 CHAT = [{"role": "user", "content": "Rewrite: it is red."}]
 
 
-@pytest.fixture(scope="module")
-def stories(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """stories260k (Llama, SentencePiece) trained on instructions with a template of its own."""
+def trained(ranks: Ranks, folder: Path, **model: object) -> Run:
+    """stories260k (Llama, SentencePiece), trained on instructions."""
     if not SHARED.is_dir():
         pytest.skip(f"real data is not at {SHARED}")
-    folder = tmp_path_factory.mktemp("stories")
     recipe = write_recipe(
         folder / "stories.yaml",
-        model={
-            "name_or_path": str(SHARED / "models" / "stories260k_hf"),
-            "chat_template": "plain",
-            "pad_token": "<unk>",
-        },
+        model={"name_or_path": str(SHARED / "models" / "stories260k_hf"), "pad_token": "<unk>", **model},
         data={"train": str(SHARED / "sft" / "raschka_instruction_data.json"), "max_length": 256},
         train={"global_batch_size": 8, "learning_rate": 2e-3, "max_steps": 40, "precision": "fp32"},
         tracking={"run_name": "one"},
     )
     ranks.run(1, ["sft.train", recipe])
     return Run(folder / "outputs" / "stories" / "one")
+
+
+@pytest.fixture(scope="module")
+def stories(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A template that begins with BOS."""
+    return trained(ranks, tmp_path_factory.mktemp("stories"), chat_template="plain")
+
+
+@pytest.fixture(scope="module")
+def without_bos(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Adapters, tokens of its own, and a template without the BOS that the tokenizer puts before texts."""
+    new = {"chat_template": "chatml", "new_tokens": ["<|im_start|>", "<|im_end|>"], "lora": {"r": 4}}
+    return trained(ranks, tmp_path_factory.mktemp("chatml"), **new)
 
 
 @contextmanager
@@ -105,13 +112,13 @@ def exported(run: Run, tmp_path: Path) -> Path:
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("name", ["stories", "demo"])
+@pytest.mark.parametrize("name", ["stories", "demo", "adapters, new tokens"])
 def test_llama_cpp_reads_and_generates_what_final_does(
-    name: str, stories: Run, runs: EngineRuns, tmp_path: Path
+    name: str, stories: Run, without_bos: Run, runs: EngineRuns, tmp_path: Path
 ) -> None:
     from gguf import GGUFReader
 
-    run = stories if name == "stories" else runs("1")
+    run = {"stories": lambda: stories, "demo": lambda: runs("1")}.get(name, lambda: without_bos)()
     folder = exported(run, tmp_path)
     assert not list(folder.glob("*.safetensors")), "the weights lie there twice"
     assert "llama-server -m model.gguf" in (folder / "README.md").read_text()
@@ -127,8 +134,8 @@ def test_llama_cpp_reads_and_generates_what_final_does(
             return requests.post(place + where, json=payload, timeout=60).json()
 
         for prompt in PROMPTS:
-            ids = tokenizer(prompt)["input_ids"]
-            assert ask("/tokenize", content=prompt, add_special=True)["tokens"] == ids, prompt
+            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            assert ask("/tokenize", content=prompt)["tokens"] == ids, prompt
             answer = ask("/completion", prompt=ids, n_predict=24, temperature=0, return_tokens=True)
             assert answer["tokens"] == generated(model, ids), prompt
         for chat in (CHAT, [*CHAT, {"role": "assistant", "content": "Red it is."}, *CHAT]):

@@ -7,7 +7,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from sft.errors import ExportError
-from sft.export.gguf import CONVERTER, _pre_tokenizer, _write_scores, check_convertible, convert, find_converter
+from sft.export.gguf import (
+    CONVERTER,
+    _leave_out_bos,
+    _pre_tokenizer,
+    _write_scores,
+    check_convertible,
+    convert,
+    find_converter,
+)
 from sft.hub.demo import Demo
 
 WRITES = """\
@@ -139,6 +147,27 @@ def test_sentencepiece_pieces_are_scored_by_the_rank_of_their_merge(tmp_path: Pa
     assert written([-1000.0] * 7) == [-1000.0, -1000.0, -1000.0, -1.0, -1000.0, 0.0, -2.0]
     own = [0.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
     assert written(own) == own, "tokenizer.model's own scores stay"
+
+
+def test_no_bos_is_put_before_chats_whose_template_writes_none(demo: Demo, tmp_path: Path) -> None:
+    from gguf import GGUFReader, GGUFWriter
+
+    def adds_bos(tokenizer: object) -> bool:
+        writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+        writer.add_add_bos_token(True)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        _leave_out_bos(GGUFReader(tmp_path / "model.gguf", "r+"), tokenizer)
+        return bool(GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.add_bos_token"].contents())
+
+    tokenizer = AutoTokenizer.from_pretrained(demo.model)
+    tokenizer.bos_token = "<|im_start|>"
+    assert adds_bos(tokenizer), "the template begins with it"
+    tokenizer.bos_token = "<|endoftext|>"
+    assert not adds_bos(tokenizer)
+    tokenizer.chat_template = None
+    assert adds_bos(tokenizer), "there is no chat to go by"
 
 
 def test_the_demos_pre_tokenizer_is_tried_as_that_of_gpt_2_and_a_published_one_by_its_pattern(
