@@ -123,7 +123,7 @@ def note(rows: list[Row], mean: Row | None) -> str:
         )
     elif judged:
         sentences.append(
-            "One metric is judged: where nothing has changed, chance gives it a verdict in 5% of evaluations."
+            "One metric is judged. Where nothing has changed, 5% of evaluations give it a verdict by chance."
         )
     if alone := [row["task"] for row in rows if row["verdict"] == NO_CHANGE and row["p_value"] <= ALPHA]:
         sentences.append(f"Significant alone, but not after the correction: {', '.join(alone)}.")

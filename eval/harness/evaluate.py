@@ -119,7 +119,7 @@ def _results_folder(run: Run, evaluation: Evaluation, settings: Settings) -> Pat
     if others is None:
         return folder
     other = folder / settings.hash[:12]
-    print(visible_line(f"The results go to {other}: {others}"), flush=True)
+    print(visible_line(f"This evaluation {others}. Its results go to {other}"), flush=True)
     return other
 
 
@@ -127,11 +127,11 @@ def other_than(recipe: Evaluation, asked: Evaluation) -> str | None:
     """How an evaluation differs from the recipe's in what can move a score; None where it does not.
 
     >>> other_than(Evaluation(tasks=("a",)), Evaluation(tasks=("a",), limit=5, processes=2))
-    'other than in the recipe are limit: null -> 5'
+    'differs from the recipe in limit: null -> 5'
     """
     values = [one.model_dump(mode="json", exclude=MOVES_NO_SCORE) for one in (recipe, asked)]
     changes = differences(values[0], values[1]) if recipe.tasks or recipe.suite else []
-    return f"other than in the recipe are {', '.join(map(str, changes))}" if changes else None
+    return f"differs from the recipe in {', '.join(map(str, changes))}" if changes else None
 
 
 def _log_in(folder: Path) -> Path:

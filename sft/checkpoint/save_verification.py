@@ -127,7 +127,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
             self.run.update(save_checked={"tensors": count} | ({} if distance is None else {"logits_differ": distance}))
             loaded = "" if distance is None else f", loaded again its logits differ by {distance:.1e} of their norm"
             seconds = time.monotonic() - started
-            print(f"Save verified in {seconds:.1f} s: {count} tensors equal those in memory{loaded}.", flush=True)
+            print(f"Save verified in {seconds:.1f} s: {count} saved tensors equal those in memory{loaded}.", flush=True)
 
     def _compare(self, folder: Path) -> tuple[list[str], int]:
         """What is wrong with the files, and how many tensors were compared."""

@@ -166,7 +166,7 @@ def _on_signal(number: signal.Signals, again: bool) -> None:
         print(f"\nInterrupted by {number.name}. The same command starts again.", file=sys.stderr, flush=True)
         os._exit(signals.exit_status(number))
     if not again:
-        note = "stopping after the current step, with a checkpoint. A second signal ends it at once."
+        note = "stopping; in training, after the current step and with a checkpoint. A second signal ends it at once."
         print(f"\n{number.name}: {note}", file=sys.stderr)
         return
     time.sleep(_KILL_SECONDS)

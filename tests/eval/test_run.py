@@ -227,7 +227,7 @@ def test_another_evaluation_does_not_replace_the_recipes_own(run: Run, capsys: p
     main([str(run.path), "limit=2"])
     told = capsys.readouterr()
     assert "kept" not in told.err
-    assert ": other than in the recipe are limit: 4 -> 2\n" in told.out
+    assert "This evaluation differs from the recipe in limit: 4 -> 2. Its results go to " in told.out
     assert run.comparison_file.read_bytes() == own
     (other,) = (run.path / "eval").glob("*/comparison.json")
     assert read_json(other)["metrics"][0]["documents"] == 2

@@ -194,7 +194,7 @@ def test_a_large_final_is_loaded_while_the_evaluation_starts(recipe: Path, ranks
     words = [SAVE_FAULTS, recipe, *LORA, "train.max_steps=2", "tracking.run_name=large"]
     printed = ranks.run(1, words, finish=True, WRONG="late")["stdout"]
     run = Run(recipe.parent / "outputs" / "job" / "large")
-    assert "38 tensors equal those in memory.\n" in printed
+    assert "38 saved tensors equal those in memory.\n" in printed
     assert f"{run.final}: loaded again its logits differ by " in printed
     assert run.record["save_checked"]["logits_differ"] < 1e-3
     assert (run.record["status"], run.record["evaluation"]) == ("finished", "finished")
