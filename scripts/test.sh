@@ -34,11 +34,11 @@ mypy
 site=$(NO_MKDOCS_2_WARNING=1 mkdocs build --strict 2>&1) || { echo "$site"; exit 1; }
 lint-imports --no-cache >/dev/null || { lint-imports --no-cache; exit 1; }
 python -m pytest -q -n auto --maxprocesses 4 --dist loadscope --ignore tests/slow --ignore tests/gpu
-# Three at a time: each starts processes of its own, and waits for them. A test that failed beside others runs once more by itself: on a busy
+# Two at a time: each starts processes of its own, and waits for them. A test that failed beside others runs once more by itself: on a busy
 # machine they can exceed a time limit together. Its first failure stays in the output.
 slow() {
   mapfile -t files < <(grep -rl "mark\.slow" tests --include "test_*.py") # importing the others costs each process seconds
-  python -m pytest -q -m "$1" "${files[@]}" -n 3 --dist worksteal --durations 40 && return
+  python -m pytest -q -m "$1" "${files[@]}" -n 2 --dist worksteal --durations 40 && return
   [ $? = 1 ] || return 1
   echo "What failed, once more and one at a time:"
   python -m pytest -q -m "$1" "${files[@]}" --last-failed --last-failed-no-failures none
