@@ -9,6 +9,7 @@ that is longer than the model's window) goes through sdpa.
 from __future__ import annotations
 
 import inspect
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -43,7 +44,8 @@ def register(name: str = NAME) -> None:
     AttentionMaskInterface.register(name, document_mask)
     if name in SWITCHED:
         try:
-            torch.nn.attention.activate_flash_attention_impl(SWITCHED[name])
+            with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of each operator that it overrides
+                torch.nn.attention.activate_flash_attention_impl(SWITCHED[name])
         except Exception as error:  # whatever the package does when it is imported
             raise ModelError(
                 f"model.attn_implementation={name}: torch cannot switch to FlashAttention-{name[-1]} ({type(error).__name__}: "

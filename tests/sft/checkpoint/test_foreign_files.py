@@ -115,7 +115,8 @@ def test_torchs_shards_are_read_and_a_planted_description_of_them_is_not(tmp_pat
     assert torch.equal(read_full("weight"), written["weight"])
     assert "weight" in names
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    with plain_data_only(deepspeed=False), pytest.raises(BaseException, match="does not belong in a checkpoint"):
+    refused = "does not belong in a checkpoint|metadata is None"  # torch 2.11 keeps the reason to itself
+    with plain_data_only(deepspeed=False), pytest.raises(BaseException, match=refused):
         load_shards(read, storage_reader=FileSystemReader(tmp_path))
     with pytest.raises(BaseException, match="does not belong in a checkpoint"):
         _open_distributed(tmp_path)
