@@ -52,6 +52,12 @@ def unfinished_evaluation(job: Job) -> Run | None:
     return run
 
 
+_BEGINNINGS = {
+    "eval.chat": "Chat: base and tuned model answer the prompts of eval.chat.",
+    "eval.run": "Evaluation: base and tuned model are loaded and measured.",
+}
+
+
 def programs(evaluation: Evaluation) -> list[str]:
     """What runs after the training, the quick one first."""
     measures = bool(evaluation.tasks or evaluation.suite)
@@ -92,6 +98,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _evaluate(run: Run, program: str) -> int:
     """Exit status of a part of the evaluation, which ends with this process."""
+    print(_BEGINNINGS[program], flush=True)
     environment = os.environ | {"SFT_PARENT": str(os.getpid())}
     process = None
     try:

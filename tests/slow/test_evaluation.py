@@ -198,6 +198,7 @@ def test_what_became_worse_is_flagged_and_the_gate_decides_the_exit_status(recip
     assert failure.startswith("cities (acc): 0.5000 -> 0.")
     assert f"The gate has failed:\n  {failure}" in done["stderr"]
     assert done["stdout"].count("Report: ") == 1
+    assert done["stdout"].index("Chat: base and tuned") < done["stdout"].index("Evaluation: base and tuned")
     assert "Traceback" not in done["stderr"]
     record = run.record
     assert (record["status"], record["evaluation"], record["gate"]) == ("finished", "finished", "failed")
