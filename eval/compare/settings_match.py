@@ -56,6 +56,10 @@ def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -
         lines = differing(base["settings_hash"], tuned["settings_hash"], "settings_hash")
     dtypes = [one.get("config", {}).get("model_dtype") for one in sides]
     lines += differing(dtypes[0], dtypes[1], "dtype of the weights (set eval.dtype)")
+    if tuned["settings"].get("dtype") != "float32":  # there other batches move answers
+        sizes = [one.get("batch_sizes_found", {}) for one in sides]
+        for task in sorted(sizes[0].keys() & sizes[1].keys()):
+            lines += differing(sizes[0][task], sizes[1][task], f"batch sizes found for {task} (set eval.batch_size)")
     if lines:
         what = "Base and tuned were measured under different settings and are not compared:"
         raise EvaluationError("\n".join([what, *lines]))

@@ -129,10 +129,8 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
     from torch.distributed.run import parse_args, run
 
     # The failed rank reports what is wrong; torchrun would repeat that it failed.
-    for name in (
-        "torch.distributed.elastic",
-        "torch.distributed.elastic.agent.server.api",
-    ):  # the second has a level of its own
+    elastic = "torch.distributed.elastic"
+    for name in (elastic, f"{elastic}.agent.server.api"):  # the second has a level of its own
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_SECONDS)
     os.environ["SFT_LAUNCHER"] = str(os.getpid())

@@ -315,8 +315,11 @@ class Pipeline(torch.nn.Module):
             return
         yield from items
         for stage in range(1, len(self.part.stages)):
-            received: list[tuple[Item, ...]] = [()]
-            while dist.recv_object_list(received, stage * replicas, group) >= 0 and received[0]:
+            while True:
+                received: list[tuple[Item, ...]] = [()]
+                dist.recv_object_list(received, stage * replicas, group)
+                if not received[0]:
+                    break
                 yield received[0][0]
 
 

@@ -191,3 +191,9 @@ def test_weights_in_another_dtype_are_refused(task: Path, reference: Reference) 
     settings = asked(task, reference)
     other = results(settings, config={"model_dtype": "torch.bfloat16"})
     assert "dtype of the weights (set eval.dtype): base torch.float32" in refused(results(settings), other)
+
+
+def test_batches_of_sizes_that_were_searched_for_and_differ_are_refused(task: Path, reference: Reference) -> None:
+    settings = replace(asked(task, reference, dtype="bfloat16"), batch_size="auto")
+    both = [results(settings, batch_sizes_found={"mine": [size]}) for size in (64, 16)]
+    assert "batch sizes found for mine (set eval.batch_size): base [64], tuned [16]" in refused(*both)
