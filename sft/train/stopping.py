@@ -28,7 +28,7 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft import signals
-from sft.checkpoint.write import Shortage
+from sft.checkpoint.resume import step_of
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
@@ -89,7 +89,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         self.run = run
         self.agreed = StopRequest.NOTHING
         """Why the training stops, once all ranks have agreed that it does."""
-        self.shortage: Shortage | None = None
+        self.shortage: str | None = None
         """Why the last save was not written."""
         self.limit: TimeLimit | None = None
         self._max_time = parse_duration(recipe.train.max_time) if recipe.train.max_time else None
@@ -167,7 +167,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if request > StopRequest.SAVE:
             control.should_training_stop = True
 
-    def saved(self, shortage: Shortage | None, seconds: float, control: Any) -> None:
+    def saved(self, shortage: str | None, seconds: float, control: Any) -> None:
         """A checkpoint is complete after so many seconds, or there was no room. A request that came meanwhile waits for no other step."""
         self.shortage = shortage
         requested = distributed.is_rank_0() and (self.run.path / SAVE).exists()
@@ -201,12 +201,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         interrupted = Interrupted(name, status, f" after step {step}", agreed=True)
         if self.shortage is None:
             return interrupted
-        lost, kept = step - self.shortage.kept, self.shortage.kept
-        steps = "1 step is" if lost == 1 else f"{lost} steps are"
-        stays = f"checkpoint-{kept} stays" if kept else "There is no checkpoint"
-        return RunError(
-            f"{interrupted}. {self.shortage.words}. {stays}: {steps} lost. Free some space. {self.run.next_start}."
-        )
+        last = self.run.last_checkpoint()
+        stays = f"{last.name} stays: steps after {step_of(last)} are lost" if last else "There is no checkpoint"
+        return RunError(f"{interrupted}. {self.shortage}. {stays}. Free some space. {self.run.next_start}.")
 
 
 def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:
