@@ -21,17 +21,10 @@ Rows = list[dict[str, Any]]
 
 NUMBERS = [{"question": f"Number {n}?", "answer": str(n)} for n in range(8)]
 LETTER = {"until": ["\n"], "max_gen_toks": 1}
-REGEX = [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "#### ([0-9]+)"}, {"function": "take_first"}]}]
-
 
 TASKS: dict[str, tuple[Rows, dict[str, Any], tuple[str, ...]]] = {
     "my_sound_letters": (NUMBERS, {"generation_kwargs": LETTER}, ()),
     "my_cut": (NUMBERS, {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}, ("cut off at max_gen_toks",)),
-    "my_unfound": (
-        NUMBERS,
-        {"generation_kwargs": LETTER, "filter_list": REGEX},
-        ("the filters of my_unfound find nothing",),
-    ),
 }
 
 
