@@ -87,14 +87,6 @@ class Paired:
         largest = max(part.largest * scale for part, scale in zip(parts, scales, strict=True))
         return [Sample(values, largest, all(part.bounded for part in parts))]
 
-    @property
-    def passages(self) -> int | None:
-        """How many texts the documents share; None where they stand alone."""
-        parts = self.parts.values()
-        if all(part.passages is None for part in parts):
-            return None
-        return sum(len(part.documents if part.passages is None else set(part.passages)) for part in parts)
-
     def scores(self, without: Mapping[str, Collection[int]] | None = None) -> np.ndarray | None:
         """The scores of base and tuned without some documents of each task; None where none is left."""
         total, sums = 0.0, np.zeros(2)

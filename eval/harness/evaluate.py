@@ -93,7 +93,7 @@ def _load_tasks(evaluation: Evaluation, selection: TaskSelection, settings: Sett
 
 def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
     if evaluation.backend == "server":
-        return Placement(0, "the server decides")
+        return Placement(0)
     placement = place_model(
         evaluation.parallelize, evaluation.processes, reference.config, settings.dtype, trust_remote_code
     )

@@ -15,7 +15,7 @@ from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings
 
 Resolve = Callable[..., Settings]
-ALONE = Placement(0, "a test")
+ALONE = Placement(0)
 
 
 @pytest.fixture

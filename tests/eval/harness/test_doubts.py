@@ -38,7 +38,7 @@ def test_what_can_hardly_be_meant_is_told_and_nothing_else(
     settings = resolve_settings(evaluation, selection, reference, on_gpu=False)
     loaded = load_tasks(selection, settings, False, tmp_path / "log")
     target, output = Target("tuned", str(tuned_model)), tmp_path / "tuned"
-    evaluate_model(target, reference.tokenizer, loaded, settings, output, tmp_path / "log", Placement(0, "a test"))
+    evaluate_model(target, reference.tokenizer, loaded, settings, output, tmp_path / "log", Placement(0))
     told = json.loads((output / "results.json").read_text())["doubts"]
     shown = capsys.readouterr().out
     assert [doubt for doubt in told if f"Warning: {doubt}" not in shown] == []

@@ -19,7 +19,7 @@ from sft.recipe.schema import Evaluation
 
 WriteTask = Callable[..., Path]
 Resolve = Callable[..., Settings]
-ON_CPU = Placement(0, "a test")
+ON_CPU = Placement(0)
 
 
 def measure(
