@@ -91,17 +91,6 @@ def test_a_verdict_among_many_takes_more_than_one_alone() -> None:
     assert "Significant alone, but not after the correction: arc" in among["note"]
 
 
-def test_the_note_names_the_tasks_with_too_few_documents() -> None:
-    sides = [
-        (results({"arc": {"acc,none": right}, "few": {"acc,none": right}}), {"arc": 20, "few": 3}) for right in (0, 1)
-    ]
-    samples = [{task: sampled([right] * n) for task, n in sides[0][1].items()} for right in (0, 1)]
-    found = compare(sides[0][0], sides[1][0], *samples).record
-    assert found["note"].startswith("One metric is judged")
-    assert found["note"].endswith("Too few documents for a verdict: few.")
-    assert found["overall"]["verdict"] == "TOO FEW DOCUMENTS"
-
-
 def test_how_an_answer_is_written_is_no_verdict_on_whether_it_is_right() -> None:
     # A chat model that writes the right numbers and drops the `####` before them.
     def side(strict: int, flexible: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -23,7 +23,7 @@ import psutil
 import pytest
 import yaml
 
-from eval.sandbox.runner import LIMITS, WITHOUT_SANDBOX, Outcome, check_isolation, describe, run_program, run_programs
+from eval.sandbox.runner import LIMITS, WITHOUT_SANDBOX, check_isolation, describe, run_program, run_programs
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
@@ -122,6 +122,10 @@ ENDINGS = {
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(30)\n    os._exit(0)",
         "passed",
     ),
+    "a pool of processes": (
+        "from multiprocessing import Pool\nwith Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]",
+        "passed",
+    ),
     "a signal to its parent": ("import os; os.kill(os.getppid(), 9)", "passed"),
     "a signal to everybody": ("import os; os.kill(-1, 9)", "failed"),
     "new namespaces": (
@@ -208,11 +212,6 @@ def test_an_interpreter_under_tmp_is_there_although_the_programs_have_a_tmp_of_t
         env=os.environ | {"PYTHONPATH": path}, cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == "True", done.stderr
-
-
-def test_a_pool_of_processes_works() -> None:
-    pool = "from multiprocessing import Pool\nwith Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]"
-    assert run_programs([pool]) == [Outcome(True, "")]
 
 
 @pytest.fixture

@@ -107,13 +107,3 @@ def test_a_tasks_template_cannot_reach_python(template: str) -> None:
     render_in_sandbox()
     with pytest.raises((SecurityError, UndefinedError)):
         utils.apply_template(template, {})
-
-
-def test_the_sandbox_renders_as_lm_eval_does() -> None:
-    from lm_eval import utils
-
-    render_in_sandbox()
-    row = {"question": "a\n", "choices": ["b", "c"]}
-    template = "{{question.strip()}}: {% for choice in choices %}{{loop.index}} {{choice}} {% endfor %}\n"
-    assert utils.apply_template(template, row) == "a: 1 b 2 c \n"
-    assert utils.apply_template("{{question|regex_replace('a', 'z')}}", row) == "z\n"
