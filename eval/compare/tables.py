@@ -67,11 +67,8 @@ def _contamination_lines(contamination: dict[str, Any] | None) -> list[str]:
     lines = []
     for task, counts in contamination["tasks"].items():
         found = f"{counts['found']} of {counts['documents']} documents share a {contamination['ngram']}-gram"
-        without = ""
-        if counts.get("difference_without") is not None:
-            without = f"; without them {counts['base_without']:.3f} -> {counts['tuned_without']:.3f}"
         short = f" ({counts['too_short']} are too short to search for)" if counts["too_short"] else ""
-        lines.append(f"{task}: {found} with the training data{short}{without}.")
+        lines.append(f"{task}: {found} with the training data{short}.")
     return lines
 
 

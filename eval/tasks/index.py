@@ -29,7 +29,8 @@ class TaskIndex:
 def known_tasks() -> TaskIndex:
     """The index of the installed lm_eval, from the user's cache."""
     kept = cached("eval-tasks", version("lm_eval"), [Path(__file__)], _build)
-    return TaskIndex(*(frozenset(kept[key]) for key in ("names", "unsafe", "metrics")), members=kept["members"])
+    names, unsafe, metrics = (frozenset(kept[key]) for key in ("names", "unsafe", "metrics"))
+    return TaskIndex(names, unsafe, metrics, kept["members"])
 
 
 def _build() -> dict[str, Any]:

@@ -63,9 +63,6 @@ def test_a_group_is_paired_with_the_weights_that_give_its_score(by_size: bool, w
     assert paired is not None
     assert paired.weights == pytest.approx(weights)
     assert len(paired.samples) == (1 if by_size else 2)
-    without = paired.scores({"one": set(range(16)), "two": {3}})
-    assert without is not None
-    assert without.tolist() == pytest.approx([0, 2 / 3])
 
 
 @pytest.mark.parametrize("by_size", [True, False])
