@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -53,8 +54,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             self.start = sample_trained(model)
         write_text(self.run.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
-            form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", leave=False)
 
     def _figures(self) -> dict[str, Any]:
         return {key: callback.figure for key, callback in self.measured.items() if callback.figure is not None}
@@ -77,7 +77,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "learning_rate": logs.get("learning_rate"),
             "batch": work.fingerprint,
             "tokens_seen": state.num_input_tokens_seen,
-            **speed(work, self.trainer.clock.take(), self.peak),
+            **speed(work, *self.trainer.clock.take(), self.peak),
             **dict(zip(("peak_memory_gib", "peak_reserved_gib"), work.peaks, strict=True)),
             "seconds": time.monotonic() - self.started,
             **self.trainer.of_engine(),
@@ -104,7 +104,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         left = line["seconds"] / (state.global_step - self.first_step) * (state.max_steps - state.global_step)
         self._say(
             f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {loss}  {eval_loss}"
-            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{mfu}  ETA {_clock(left)}"
+            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{mfu}  ETA {timedelta(seconds=int(left))}"
         )
 
     def _warn(self, key: str, warning: str | None) -> None:
@@ -134,9 +134,3 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
 def _number(value: float | None) -> float | None:
     """None for what JSON cannot express."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
