@@ -11,7 +11,7 @@ Before step 1 and after the last step there is nothing to save: the main thread 
 the signal, and sft/train/stopping.py asks for it at the end of each step. A second signal ends the process at once.
 
 A thread hears the signals through Python's wake-up file descriptor, also while the main thread waits in C++ for a GPU or another rank.
-docs/interruptions.md is for users.
+docs/resume.md is for users.
 """
 
 from __future__ import annotations
