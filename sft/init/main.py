@@ -151,10 +151,10 @@ def _write(draft: Draft, rows: Rows, sample: Tokenized, facts: ModelFacts, hardw
     if sample.bad:
         reason_bad = f"{sample.bad} of {count:,} rows cannot be used (the first: {sample.why_bad})"
         draft.put("data.on_bad_row", "drop", reason_bad)
-    drawn = hold_out(draft, rows, folder)
     if not rows.is_all:
         known = inspect_data(draft.recipe(), facts.path)  # None for a dataset on the hub
         count = max(count, known.documents if known else 0)
+    drawn = hold_out(draft, rows, folder)
     choose_length(draft, sample.lengths, facts)
     choose_weights(draft, hardware, facts)
     steps = choose_steps(draft, sample.lengths, max(1, count - len(drawn)), hardware.ranks)
