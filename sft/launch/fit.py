@@ -71,7 +71,7 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
         print(visible_line(title))
         print("\n".join(["Changes that make it fit; each was planned:", *_lines(found.proposals)]))
         print(f"The plan of one: {command} --fit 1")
-        if (place := _writable(found.proposals)) or found.proposals[0].values:
+        if (place := _writable(found.proposals)) or found.proposals[0].overrides:
             print(f"The recipe with one: {command} --fit {place + 1} --write FILE.yaml")
 
 
@@ -104,7 +104,7 @@ def _chosen(proposals: Sequence[Proposal], number: int, file: Path | None) -> Pr
     if number > len(proposals):
         raise PlanError(f"--fit {number}: there are {len(proposals)} changes. --fit without a number lists them.")
     chosen = proposals[number - 1 if number else _writable(proposals)]
-    if file is not None and not chosen.values:
+    if file is not None and not chosen.overrides:
         raise PlanError(
             f"--write {file}: the change is another machine ({describe(chosen)}), and the recipe stays as it is."
         )
@@ -113,7 +113,7 @@ def _chosen(proposals: Sequence[Proposal], number: int, file: Path | None) -> Pr
 
 def _writable(proposals: Sequence[Proposal]) -> int:
     """The place of the first that a recipe can hold; else 0."""
-    return next((place for place, one in enumerate(proposals) if one.values), 0)
+    return next((place for place, one in enumerate(proposals) if one.overrides), 0)
 
 
 def _check_file(file: Path) -> None:

@@ -98,6 +98,8 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
                 f"by arithmetic: {lacks}. {REMEDY}\n\n{bars}"
             )
         reason = f"{engine_words(name, recipe, hardware)} is the cheapest that fits{'; ' if lacks else ''}{lacks}"
+        if name == "zero3" and hardware.ranks > hardware.ranks_per_node:
+            reason += "; over slow links train.pipeline_parallel_size sends less (docs/pipeline.md)"
     return Decision(None if name == "none" else name, f"auto: {reason}")
 
 

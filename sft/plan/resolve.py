@@ -35,7 +35,6 @@ from sft.plan.refusals import refuse
 from sft.plan.rope import resolve_rope
 from sft.plan.schedule import resolve_schedule, resolve_warmup
 from sft.plan.time import resolve_time
-from sft.plan.traffic import compare_traffic
 from sft.recipe.schema import Recipe
 
 
@@ -102,10 +101,7 @@ def _checked(case: Case) -> Plan:
     refuse(case)
     if case.deepspeed is not None:
         check_deepspeed(case.deepspeed, case.recipe, case.plan)
-    engine, traffic = case.plan.engine, compare_traffic(case, planned)
-    if traffic is not None:
-        engine = Decision(engine.value, f"{engine.reason}; {traffic.words()}: it pays where links are slow")
-    return replace(case.plan, engine=engine, time=resolve_time(case), disk=resolve_disk(case))
+    return replace(case.plan, time=resolve_time(case), disk=resolve_disk(case))
 
 
 def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | None) -> Case:

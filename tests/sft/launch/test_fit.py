@@ -23,7 +23,7 @@ def test_the_changes_are_listed_planned_and_written(
     shown = capsys.readouterr().out
     assert "does not fit on 1 x GPU (4 GiB)" in shown
     assert "  1. train.gradient_checkpointing=" in shown
-    assert shown.index("result: none but rounding") < shown.index("1x24GB") < shown.index("data.pack_length=")
+    assert shown.index("result: none but rounding") < shown.index("data.pack_length=")
     run(*command, "--fit", "1")
     assert "gradient_checkpointing" in capsys.readouterr().out
     file = tmp_path / "smaller.yaml"

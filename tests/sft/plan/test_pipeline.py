@@ -139,22 +139,8 @@ def test_evaluation_during_the_training_is_a_mistake_in_the_recipe(make_recipe: 
         make_recipe(STAGES + "2", "eval.tasks=[builtin:demo]", "eval.every_steps=5")
 
 
-def test_auto_over_several_nodes_compares_zero3_with_stages(make_recipe: MakeRecipe) -> None:
-    """Into each of 4 nodes come 3/4 of 6 bytes a weight, 8 times, or each token's hidden states and their gradients in fp32."""
-    large, words = MODELS["meta-llama/Llama-3.1-70B"], ["train.precision=bf16", "train.global_batch_size=256"]
-
-    def engine(*more: str, ranks: int = 32, per_node: int = 8) -> str:
-        recipe = make_recipe(*words, *more or ("train.parallel=auto",))
-        return planned(recipe, gpus(ranks, per_node, memory=141), large, None).plan.engine.reason
-
-    gathered, sent = 8 * 6 * 70_553_706_496 * 3 / 4, 256 * 128 * 8192 * 4 * 2
-    assert (f"{gathered:.2g}", f"{sent:.2g}") == ("2.5e+12", "2.1e+09")
-    assert "each node receives 2,500 GB a step; with train.pipeline_parallel_size=16 2.1 GB, at 10% idle" in engine()
-    assert "train.pipeline_parallel_size=16 1.1 GB, at 6% idle" in engine(
-        ranks=16
-    )  # of two nodes each has one neighbour
-    adapters = ("train.parallel=auto", "model.lora={r: 16}")
-    assert "1,700 GB a step; with train.pipeline_parallel_size=4 1.1 GB" in engine(*adapters)  # in bf16, no gradients
-    assert "a step" not in engine(*adapters, "model.new_tokens=[<|a|>]")  # which stages do not have
-    assert "a step" not in engine("train.deepspeed=zero3")
-    assert "a step" not in engine(per_node=32)
+def test_auto_over_several_nodes_mentions_stages_where_it_takes_zero_3(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("train.parallel=auto", "train.precision=bf16", "train.global_batch_size=256")
+    for per_node, has in ((8, True), (32, False)):
+        case = planned(recipe, gpus(32, per_node, memory=141), MODELS["meta-llama/Llama-3.1-70B"], None)
+        assert ("pipeline_parallel_size" in case.plan.engine.reason) is has
