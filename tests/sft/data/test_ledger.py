@@ -140,20 +140,6 @@ def test_every_row_and_token_is_accounted_for(seed: int, make_recipe: MakeRecipe
     assert not set(held_out.tolist()) & set(index.members.tolist())
 
 
-def test_a_row_seen_twice_counts_twice_also_in_what_a_split_drops_of_it(
-    make_recipe: MakeRecipe, tmp_path: Path
-) -> None:
-    """Its question fills the first piece, which has nothing to train."""
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "9" * 100, "completion": "to"}) + "\n")
-    accounts = []
-    for epochs in (1.0, 2.0):
-        source = json.dumps([{"path": str(tmp_path / "rows.jsonl"), "epochs": epochs}])
-        recipe = make_recipe(f"data.train={source}", "data.max_length=64", "data.overlong=split")
-        accounts.append(prepare(recipe, inspect_model(recipe)).ledger["total"]["tokens"])
-    assert accounts[0]["dropped"] > 0
-    assert accounts[1] == {name: 2 * count for name, count in accounts[0].items()}
-
-
 def test_every_reason_for_a_loss_of_tokens_is_named(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"input_ids": [5] * 10, "labels": [-100] + [5] * 9},
