@@ -85,12 +85,6 @@ def test_loss_on_all_trains_every_token_that_something_predicts(
     assert mask == [0] + [1] * (len(ids) - 1)
 
 
-def test_loss_on_all_refuses_a_turn_that_its_row_takes_out_of_the_loss(made: Made) -> None:
-    row = talk("a", "One", "b", "Two")
-    row["messages"][1]["weight"] = 0
-    assert error_of(lambda: made("demo", [row], loss_on="all"))[1].startswith("it takes a turn of the assistant out")
-
-
 def test_a_row_too_long_can_be_an_error(made: Made) -> None:
     rows = [talk("a", "b"), talk("a" * 100, "b"), talk("c", "d")]
     for bad in ("error", "drop"):  # whatever happens to bad rows
