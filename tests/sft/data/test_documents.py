@@ -216,7 +216,7 @@ def test_a_finding_may_be_refused(made: Made) -> None:
     assert row == 2
     assert reason == "a placeholder that was never filled in, such as {{name}} (data.refuse: placeholder)"
     chunk = made("demo", rows, refuse='["placeholder", "end_token"]', on_bad_row="drop")
-    assert chunk.findings.rows == {("placeholder", 3): [2], ("refused", 3): [2]}
+    assert chunk.findings.rows == {("placeholder", 3): [2], ("bad_row", 3): [2]}
     assert len(made("demo", rows, refuse='["end_token"]').documents) == 3
 
 

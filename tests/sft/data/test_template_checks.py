@@ -68,15 +68,6 @@ def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer_of: To
     checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), template)))
 
 
-@pytest.mark.parametrize("template", [UNMARKED, MARKED])
-def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, tokenizer_of: TokenizerOf) -> None:
-    same = template.replace("{{ m.role }}", "user").replace("<|im_start|>assistant", "<|im_start|>user")
-    with pytest.raises(ModelError, match=r"<\|im_start\|>user.*who speaks"):
-        checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), same)))
-    separated = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), separated)))
-
-
 # What a template leaves out
 
 SYSTEM, SECOND = {"role": "system", "content": "First rule."}, {"role": "system", "content": "Second rule."}
