@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from sft.data.packing import pack
 from sft.data.readers import Row, count_rows
 from sft.data.sources import all_sources, first_good_rows, source_files, split_and_slice, under_key
 from sft.errors import DataError, ModelError
+from sft.hub.data_facts import DataFacts
 from sft.hub.names import is_on_hub
 from sft.recipe.local_code import RowFunction, row_function
 from sft.recipe.schema import Recipe, Source
@@ -25,25 +25,6 @@ _SAMPLE = 200
 
 _COPIES = 16
 """How often the estimate packs the sampled rows: one pack that is not full is then a small part."""
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """How much data one epoch holds: an estimate, or the count once the data is prepared."""
-
-    documents: int
-    tokens: int
-    """Of all documents, prompts included, none longer than data.max_length."""
-
-    trained_tokens: int
-    sequences: int | None = None
-    """Rows the trainer sees: packs with packing, else documents. None: as if every pack were full."""
-
-    squared_lengths: float | None = None
-    """The squares of the documents' lengths added up, for the work of attention; None: as if all were as long as the mean."""
-
-    exact: bool = False
-    """Counted on the prepared data, not estimated from the first rows."""
 
 
 def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:

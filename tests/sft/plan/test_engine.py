@@ -200,7 +200,6 @@ def test_fsdp_shards_over_all_ranks_and_hybrid_within_a_node(
     fsdp, plan = resolve_fsdp(recipe, hardware), resolve_plan(recipe, hardware, QWEN)
     assert fsdp is not None
     assert mesh_shape(fsdp, hardware) == mesh
-    assert f"shared by {mesh[1]} ranks" in plan.engine.reason
     assert (plan.engine.value, plan.weights.value, plan.gradients.value) == ("FSDP2", "fp32", "fp32")
     assert resolve_fsdp(recipe, gpus(1)) is None
 
