@@ -43,6 +43,9 @@ def _numbers(case: Case) -> Iterator[str]:
     if limit is not None and length > limit:
         extended = "or extend them: model.rope_scaling"
         yield f"data.max_length={length} is more than the model's {limit} positions. Set it to at most {limit}, {extended}."
+    decay, rate = case.recipe.train.weight_decay, case.plan.learning_rate.value
+    if rate * decay >= 1:
+        yield f"train.weight_decay={decay:g} x learning rate {rate:g}: a step would wipe out the weights. AdamW's is usually 0 to 0.1."
 
 
 def _schedule(case: Case) -> Iterator[str]:

@@ -24,7 +24,7 @@ from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.disk import resolve_disk
 from sft.plan.engine import open_deepspeed, resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
-from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
+from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_kernels
 from sft.plan.memory import estimate_memory
 from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.optimizer import resolve_optimizer
@@ -75,7 +75,7 @@ def resolve_plan(
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=resolve_kernels(recipe, hardware, model),
-        compile=resolve_compile(recipe),
+        compile=Decision(recipe.model.compile, stated(recipe.model, "compile")),
         gradient_checkpointing=checkpointing,
         global_batch_size=batch,
         tensor_parallel_size=_as_stated(recipe, "tensor_parallel_size"),

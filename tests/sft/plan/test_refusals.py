@@ -130,6 +130,7 @@ SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_siz
         ("train.gradient_checkpointing=selective", gpus(), {"attention": "eager"}, "does not work with .*eager"),
         ("train.gradient_checkpointing=selective model.lora={}", gpus(), {"deepspeed": zero(3)}, "model.lora under ZeRO-3.*reentrant"),
         ("train.gradient_checkpointing=offload", cpu(), {}, "there is no GPU here. Set it to true or auto"),
+        ("train.weight_decay=1000", gpus(), {"learning_rate": 1e-3}, "train.weight_decay=1000 x learning rate 0.001"),
         (BEST, gpus(2), {"deepspeed": zero(3, offload_optimizer={"device": "nvme", "nvme_path": "x"})}, "best_model.*Set it to false"),
         ("data.max_length=1024", cpu(), limit(1024), None),
         ("data.max_length=1025", cpu(), limit(1024), "the model's 1024 positions. Set it to at most 1024, or extend"),
