@@ -11,7 +11,7 @@ Before step 1 and after the last step there is nothing to save: the main thread 
 the signal, and sft/train/stopping.py asks for it at the end of each step. A second signal ends the process at once.
 
 A thread hears the signals through Python's wake-up file descriptor, also while the main thread waits in C++ for a GPU or another rank.
-docs/interruptions.md is for users.
+docs/resume.md is for users.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ class _Listener:
         self._first_at = 0.0
         self._holds = self._ignores = self._raised = False
         self._act: Act = self._stop_after_the_step
-        self._others: dict[int, Callable[[], None]] = {}
         self._interruptible: Interruptible | None = None
 
     @contextmanager
@@ -160,8 +159,6 @@ class _Listener:
                     return
                 if number in SIGNALS:
                     self._arrived(signal.Signals(number))
-                elif number in self._others:
-                    self._others[number]()
 
     def _arrived(self, number: signal.Signals) -> None:
         terminal.signal_arrived()
@@ -189,17 +186,6 @@ class _Listener:
         if self._interruptible is not None:
             self._interruptible.clean_up()
         os._exit(exit_status(first))
-
-    def on_signal(self, number: signal.Signals, act: Callable[[], None] | None) -> None:
-        """Call `act` in the listening thread whenever this signal arrives; None: no longer."""
-        if not self._listens:
-            return
-        if act is None:
-            self._others.pop(number, None)
-            return
-        self._others[number] = act
-        # The wake-up file descriptor is written only for a signal that Python handles.
-        signal.signal(number, lambda number, frame: None)
 
     def asked(self) -> signal.Signals | None:
         """The first signal that asked this process to stop."""
@@ -253,5 +239,5 @@ os.register_at_fork(after_in_child=_listener.after_fork)
 
 listening, close = _listener.listening, _listener.close
 hold, release, ignore, give_up = _listener.hold, _listener.release, _listener.ignore, _listener.give_up
-asked, on_signal = _listener.asked, _listener.on_signal
+asked = _listener.asked
 interrupts, report = _listener.interrupts, _listener.report

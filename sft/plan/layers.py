@@ -137,8 +137,7 @@ def resolve_checkpointing(
     kind = "reentrant, which TRL needs for adapters under ZeRO-3" if is_reentrant else "non-reentrant"
     if wanted != "auto":
         return Decision(wanted, f"the recipe; {kind}" if wanted else "the recipe")
-    found = tuned.gradient_checkpointing if tuned else None
-    if tuned and found is not None:
+    if tuned:
+        found = tuned.gradient_checkpointing
         return Decision(found, f"{tuned.reason}; {kind}" if found else tuned.reason)
-    failed = f"; {tuned.reason}" if tuned else ""
-    return Decision(hardware.gpu is not None, f"auto: on for a GPU, {kind}; off on a CPU{failed}")
+    return Decision(hardware.gpu is not None, f"auto: on for a GPU, {kind}; off on a CPU")

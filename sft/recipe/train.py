@@ -210,7 +210,7 @@ class Train(Optimization):
         return value
 
     callbacks: Annotated[tuple[Function | Callback, ...], _CALLBACKS] = ()
-    """Your own transformers TrainerCallbacks, as `file.py:Class`, or with `arguments`; they run on each rank; docs/trackers.md."""
+    """Your own transformers TrainerCallbacks, as `file.py:Class`, or with `arguments`; they run on each rank; docs/own-python.md."""
 
     @model_validator(mode="after")
     def _one_batch(self) -> Train:

@@ -10,7 +10,7 @@ import pytest
 from eval.report.blocks import MOST_LINES, facts, notice, table
 from eval.report.collect import collect_report
 from eval.report.main import write_report
-from eval.report.pages import FOLDED_FROM, MOST_OF_AN_ANSWER, as_html, excerpt, html_text
+from eval.report.pages import MOST_OF_AN_ANSWER, as_html, html_text, said
 from eval.report.run_files import read_run
 from sft.files import write_json
 from sft.run.directory import Run
@@ -126,10 +126,7 @@ def test_hidden_characters_are_shown_and_what_scripts_need_is_kept(run: Run) -> 
 
 
 def test_what_is_long_is_cut_and_says_how_much_is_missing() -> None:
-    assert excerpt("x" * FOLDED_FROM)["whole"] is None
-    long = excerpt("x" * (MOST_OF_AN_ANSWER + 5))
-    assert long["whole"] == "x" * MOST_OF_AN_ANSWER + " … and 5 more characters"
-    assert long["note"] == "4,005 characters"
+    assert said("x" * (MOST_OF_AN_ANSWER + 5)) == "x" * MOST_OF_AN_ANSWER + " … and 5 more characters"
     assert html_text("y" * 5000).endswith("and 3,000 more characters")
     for block in (table(["a"], [["x"]] * 1000), facts({str(n): n for n in range(1000)})):
         assert (len(block.value["rows"]), block.value["more"]) == (300, 700)
