@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft import signals
-from sft.checkpoint.load_again import Load, check_load, exchange_of
+from sft.checkpoint.load_again import Load, exchange_of
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.files import remove
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
@@ -79,11 +79,11 @@ def main(argv: Sequence[str]) -> None:
         forget_stale(run.path, began())
         if not recipe.train.save_canary:  # any more
             remove(exchange)
-        started, load = time.monotonic(), Load(run.final, exchange) if exchange.is_dir() else None
+        started, load = time.monotonic(), Load(run) if exchange.is_dir() else None
         # All of them: answers that cannot be had must not cost the scores.
         status = next(filter(None, [_evaluate(run, program) for program in parts]), 0)
         if load is not None:
-            check_load(run, load)
+            load.check()
         timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
         finished = "finished" if status in (0, EXIT_GATE) else "failed"
         run.update(status="finished", error=None, timings=timings, evaluation=finished)

@@ -21,7 +21,6 @@ from typing import Any
 from eval.tasks.preflight import check_before_training
 from sft import signals, terminal
 from sft.checkpoint.load_again import exchange_of
-from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
 from sft.data.tokenizer import load_tokenizer
@@ -206,7 +205,6 @@ def show_start(job: Job, opened: OpenedRun, tokenizer: Any) -> None:
         *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
         f"Run: {run.path}",
         *opened.notes,
-        *(changed_tokens(opened.choice.checkpoint, tokenizer) if opened.choice.checkpoint else []),
     ]
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")

@@ -155,7 +155,7 @@ def _micro_batch(
     stated_size = recipe.train.micro_batch_size
     if stated_size != "auto":
         return Decision(stated_size, "the recipe")
-    if tuned and tuned.micro_batch_size and share % tuned.micro_batch_size == 0:
+    if tuned and share % tuned.micro_batch_size == 0:
         return Decision(tuned.micro_batch_size, tuned.reason)
     budget, why = _token_budget(recipe, hardware, attention)
     stages = recipe.train.pipeline_parallel_size
@@ -166,8 +166,7 @@ def _micro_batch(
     sizes = [one for one in reversed(divisors(share)) if one == 1 or one * recipe.sequence_length <= budget]
     size = next((one for one in sizes if (need := memory_with(one)) is None or need.lack is None), 1)
     full = f"; {sizes[0]} would not fit" if size < sizes[0] else ""
-    failed = f"; {tuned.reason}" if tuned else ""
-    reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){full}{failed}"
+    reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){full}"
     return Decision(size, reason)
 
 

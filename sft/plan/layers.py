@@ -160,10 +160,9 @@ def resolve_checkpointing(
     if wanted != "auto":
         every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
         return Decision(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
-    found = tuned.gradient_checkpointing if tuned else None
-    if tuned and found is not None:
+    if tuned:
+        found = tuned.gradient_checkpointing
         return Decision(found, f"{tuned.reason}; {kind}" if found else tuned.reason)
-    failed = f"; {tuned.reason}" if tuned else ""
     if hardware.gpu is None:
-        return Decision(False, f"auto: off on a CPU, where time is what is short{failed}")
-    return Decision(True, f"auto: on a GPU, {kind}{failed}")
+        return Decision(False, "auto: off on a CPU, where time is what is short")
+    return Decision(True, f"auto: on a GPU, {kind}")

@@ -32,9 +32,8 @@ def stated(section: BaseModel, key: str) -> str:
 class TuningResult:
     """What auto-tuning found for a job; sft/launch/auto_tune.py."""
 
-    gradient_checkpointing: bool | int | str | None
-    """None, like the micro-batch, where it found nothing."""
-    micro_batch_size: int | None
+    gradient_checkpointing: bool | int | str
+    micro_batch_size: int
     reason: str
 
 

@@ -16,7 +16,7 @@ from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.errors import ModelError
 from sft.hub.flops import model_flops
 from sft.model.attention import NAME as VARLEN
-from sft.parallel.optimizer import MasterAdamW, check_optimizer
+from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.patches import cpu_ranks_may_shard, no_masks_of_packs
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.plan.job import Job
@@ -272,8 +272,6 @@ class RecipeTrainer(CheckpointingTrainer):
         if job.recipe.train.optim == "muon":
             self.optimizer: Any = build_muon(job, whole, self.get_decay_parameter_names(whole))
         built: torch.optim.Optimizer = super().create_optimizer(model)
-        if job.recipe.train.optim == "adamw":
-            check_optimizer(built, self.optimizer_cls_and_kwargs is not None, job.plan.gradients.value)
         return built
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

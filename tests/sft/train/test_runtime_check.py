@@ -132,7 +132,7 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 25
+    assert len(found) >= 25
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
 
