@@ -203,7 +203,8 @@ class _Preparation:
                     self.findings.merge(chunk.findings)
                     progress.update(chunk.counts.rows_in)
             except RowError as error:
-                raise DataError(f"{place(source.path, opened.file_starts, error.row)}: {error.reason}.") from None
+                where = place(source.path, opened.file_starts, error.row)
+                raise DataError(f"{where}: {error.reason}. {error.remedy}") from None
 
     def _check_format(self, source: Source, format: str) -> None:
         check_format(source, format, self.recipe.data)

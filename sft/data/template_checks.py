@@ -16,9 +16,6 @@ from sft.data.conversation import Message
 from sft.data.render import ANSWER, QUESTION, ChatRenderer, Rendered
 from sft.errors import ModelError
 
-_HEADERS = re.compile(r"<\|(?:im_start|start_header_id|end_header_id|begin_of_text)\|>|<start_of_turn>")
-"""What families write as single tokens only; `<|user|>` and the like are plain text in some."""
-
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _CORRECT = "Correct model.chat_template, or name another."
 
@@ -139,20 +136,6 @@ def end_of_turn(tokenizer: Any) -> int:
     if beginning == [tokenizer.bos_token_id] * 2:
         raise ModelError(f"The chat template begins a conversation with {tokenizer.bos_token} twice. {_CORRECT}")
     return int(ids[-1])
-
-
-def note_on_headers(tokenizer: Any) -> str | None:
-    """A warning about headers that the chat template writes for another family's tokenizer; None if there are none."""
-    if tokenizer.chat_template is None:
-        return None
-    written = dict.fromkeys(_HEADERS.findall(_sample(ChatRenderer(tokenizer), 1)[0]))
-    missing = [name for name in written if name not in tokenizer.get_vocab()]
-    if not missing:
-        return None
-    return (
-        f"Note: the chat template writes {', '.join(missing)}, for which this tokenizer has no token: it reads them as plain text. The "
-        "template may belong to another model. Name another in model.chat_template, or add the tokens with model.new_tokens."
-    )
 
 
 # What a rendered row must hold

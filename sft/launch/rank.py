@@ -22,7 +22,6 @@ from eval.tasks.preflight import check_before_training
 from sft import signals, terminal
 from sft.checkpoint.load_again import exchange_of
 from sft.data.show import summary_lines
-from sft.data.template_checks import note_on_headers
 from sft.data.tokenizer import load_tokenizer
 from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
@@ -202,7 +201,7 @@ def show_start(job: Job, opened: OpenedRun, tokenizer: Any) -> None:
         *summary_lines(opened.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),
-        *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
+        *filter(None, [getattr(tokenizer, "padding_note", None)]),
         f"Run: {run.path}",
         *opened.notes,
     ]

@@ -201,12 +201,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         interrupted = Interrupted(name, status, f" after step {step}", agreed=True)
         if self.shortage is None:
             return interrupted
-        lost, kept = step - self.shortage.kept, self.shortage.kept
-        steps = "1 step is" if lost == 1 else f"{lost} steps are"
-        stays = f"checkpoint-{kept} stays" if kept else "There is no checkpoint"
-        return RunError(
-            f"{interrupted}. {self.shortage.words}. {stays}: {steps} lost. Free some space. {self.run.next_start}."
-        )
+        newest = self.shortage.kept
+        kept = f"checkpoint-{newest} stays; steps lost: {step - newest}" if newest else "There is no checkpoint"
+        return RunError(f"{interrupted}. {self.shortage.words}. {kept}. Free some space. {self.run.next_start}.")
 
 
 def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:

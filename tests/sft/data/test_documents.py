@@ -175,7 +175,7 @@ def test_a_row_too_long_can_be_an_error(made: Made) -> None:
     for bad in ("error", "drop"):  # whatever happens to bad rows
         row, reason = error_of(lambda: made("demo", rows, max_length=64, overlong="error", on_bad_row=bad))  # noqa: B023
         assert row == 2
-        assert "more than data.max_length=64. Raise it, or set data.overlong to drop" in reason
+        assert "more than data.max_length=64" in reason
 
 
 def test_rows_without_an_answer_are_dropped_and_counted(made: Made) -> None:
@@ -290,7 +290,6 @@ def test_a_bad_row_stops_the_run_with_its_number_or_is_counted(row: Any, told: s
     number, reason = error_of(lambda: made("demo", rows))
     assert number == 2
     assert told in reason
-    assert reason.endswith(". Correct or remove the row, or set data.on_bad_row=drop")
     chunk = made("demo", rows, on_bad_row="drop")
     assert chunk.documents["row"].tolist() == [1, 3]
     assert (chunk.counts.rows_in, chunk.counts.dropped_rows) == (3, {"bad_row": 1})
@@ -302,7 +301,7 @@ def test_a_finding_may_be_refused(made: Made) -> None:
     assert made("demo", rows).findings.rows == {("placeholder", 3): [2]}
     row, reason = error_of(lambda: made("demo", rows, refuse='["placeholder"]'))
     assert row == 2
-    assert reason.startswith("a placeholder that was never filled in, such as {{name}} (data.refuse: placeholder).")
+    assert reason == "a placeholder that was never filled in, such as {{name}} (data.refuse: placeholder)"
     chunk = made("demo", rows, refuse='["placeholder", "end_token"]', on_bad_row="drop")
     assert chunk.findings.rows == {("placeholder", 3): [2], ("refused", 3): [2]}
     assert len(made("demo", rows, refuse='["end_token"]').documents) == 3

@@ -156,9 +156,9 @@ LONG = "The train to Oslo leaves at noon from platform nine."
         (Text("", "<|user|>Hi<|assistant|>Hello"), "rendered"),
         (asked("What is the capital?", " What is the capital? Oslo"), "echo"),
         (Text("What is the capital?", "What is the capital? Oslo"), "echo"),
+        (asked("Hi", "Hello\nUser: And you?\nAssistant: Fine"), "dialogue"),
         (asked("Hi", "nan"), "missing_value"),
         (Text("Hi", " None\n"), "missing_value"),
-        (asked("Hi", "Hello\nUser: And you?\nAssistant: Fine"), "dialogue"),
     ],
 )
 def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: SpecialTokens) -> None:

@@ -207,7 +207,7 @@ def ledger(used: int, trained: int = 50, masked: int = 50, **dropped: int) -> di
             ledger(95, too_long=5),
             ledger(94, too_long=4, targets_past_max_length=2),
             {"max_overlong_fraction": 0.06},
-            r"(?s)6 of 100 rows \(6.0%\) are longer than data.max_length=2048, .*data.max_overlong_fraction=0.05.*tokens a row",
+            r"(?s)6 of 100 rows \(6.0%\) are too long for data.max_length=2048, .*data.max_overlong_fraction=0.05.*tokens a row",
         ),
         (
             ledger(90, bad_row=4, no_answer=6, duplicate=50),

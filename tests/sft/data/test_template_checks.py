@@ -9,7 +9,7 @@ import pytest
 from sft.data.conversation import Message
 from sft.data.documents import Chunk, RowError
 from sft.data.render import ChatRenderer
-from sft.data.template_checks import checked_sample, note_on_headers
+from sft.data.template_checks import checked_sample
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe
@@ -83,17 +83,6 @@ def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, 
         checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), same)))
     separated = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), separated)))
-
-
-def test_headers_of_another_family_are_noted(tokenizer_of: TokenizerOf) -> None:
-    tokenizer = tokenizer_of("demo")
-    note = note_on_headers(with_template(tokenizer, UNMARKED.replace("<|im_start|>", "<|start_header_id|>")))
-    assert note is not None
-    assert "<|start_header_id|>" in note
-    assert note_on_headers(tokenizer) is None
-    # Zephyr and Tulu write headers as plain text.
-    zephyr = UNMARKED.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>")
-    assert note_on_headers(with_template(tokenizer, zephyr.replace("<|im_start|>assistant", "<|assistant|>"))) is None
 
 
 # What a template leaves out

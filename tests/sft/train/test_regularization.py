@@ -63,7 +63,7 @@ def test_smoothed_labels_give_transformers_loss_and_gradients() -> None:
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
     outputs = smoothed(model, inputs, 0.2)
     count = int((labels[:, 1:] != -100).sum())
-    assert outputs.label_mask.sum() == count == outputs.entropy.numel() == outputs.is_top1.numel()
+    assert outputs.label_mask.sum() == count
     ours = -outputs.log_probs.sum() / count
     theirs = LabelSmoother(0.2)(model(tokens), labels, shift_labels=True)
     torch.testing.assert_close(ours, theirs)

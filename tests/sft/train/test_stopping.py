@@ -71,7 +71,7 @@ def test_a_stop_that_finds_no_room_says_what_is_lost_and_what_to_do(
     (training.run.path / "stop").touch()
     training.step(3, room=False)
     assert training.control.should_training_stop
-    with pytest.raises(RunError, match=r"step 3 was not written.* checkpoint-1 stays: 2 steps are lost\. Free some"):
+    with pytest.raises(RunError, match=r"step 3 was not written.* checkpoint-1 stays; steps lost: 2\. Free some"):
         raise training.stopping.end(3) or ValueError
     assert capsys.readouterr().err == ""  # not that the run goes on
 
