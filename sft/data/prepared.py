@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sft.data.facts import DataFacts
 from sft.data.readers import suffix_of
 from sft.data.sources import all_sources, source_files, under_key
 from sft.data.tokenizer import find_chat_template
 from sft.files import checksum
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts
 from sft.hub.names import hub_commit
 from sft.recipe.local_code import code_hashes

@@ -79,14 +79,6 @@ def _own_run() -> Run | None:
     return Run(Path(folder)) if folder and (Path(folder) / "run.json").is_file() else None
 
 
-def broken_latest(job: Job) -> str | None:
-    """A warning if `latest` points nowhere, so that a start resumes no run."""
-    link = runs_folder(job) / LATEST
-    if job.recipe.tracking.run_name or not _may_resume(job.recipe) or not link.is_symlink() or link.exists():
-        return None
-    return f"{link} leads to {link.readlink()}, which is not there: it was moved, renamed or removed. Bring it back to resume it."
-
-
 def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
     """What differs between the recipe that a run was last trained with and this one. Raises RunError if the run's cannot be read."""
     newest = None
@@ -109,20 +101,18 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
 
 
 def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bool) -> str:
-    it = "it" if len(refused) == 1 else "them"
     if trained:
         first = f"{run.path} is trained, its evaluation is not complete, and this start differs from it:"
-        lines = [first, *(f"  {change}" for change in refused)]
-        return "\n".join([*lines, f"Change {it} back to resume the evaluation, or {_NEW_RUN}."])
-    lines = [f"{run.path} is unfinished ({run.all_checkpoints()[0].name}), and this start differs from it:"]
-    for change in refused:
-        lines.append(f"  {change}" + (" (no run can resume with that)" if change.kind == "fixed" else ""))
-    lines += [f"  {change} (may differ)" for change in changes if change not in refused]
-    remedies = [f"Change {it} back to resume"]
+        lines = [f"  {change}" for change in refused]
+        return "\n".join([first, *lines, f"Change that back to resume the evaluation, or {_NEW_RUN}."])
+    first = f"{run.path} is unfinished ({run.all_checkpoints()[0].name}), and this start differs from it:"
+    ends = {"fixed": " (no run can resume with that)"}
+    lines = [f"  {change}{ends.get(change.kind, '') if change in refused else ' (may differ)'}" for change in changes]
+    allow = ""
     if all(change.kind != "fixed" for change in refused):
         keys = ",".join(change.key for change in changes if change.kind == "named")
-        remedies.append(f"allow it: 'train.resume_allow_changes=[{keys}]'")
-    return "\n".join([*lines, f"{', or '.join([*remedies, _NEW_RUN])}. See docs/resume.md."])
+        allow = f"allow it: 'train.resume_allow_changes=[{keys}]', or "
+    return "\n".join([first, *lines, f"Change that back to resume, or {allow}{_NEW_RUN}. See docs/resume.md."])
 
 
 def check_start(job: Job) -> None:
@@ -131,10 +121,9 @@ def check_start(job: Job) -> None:
     run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
     if run is None:
         if must:
-            missing = f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe."
-            raise RunError(f"{missing} {broken_latest(job) or ''}".rstrip())
+            raise RunError(f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe.")
         if name is not None and (runs_folder(job) / name).exists():
-            raise RunError(_name_is_taken(Run(runs_folder(job) / name)))
+            raise _name_is_taken(runs_folder(job) / name)
         return
     if (must or name is not None) and _is_claimed(run):
         raise RunError(
@@ -152,14 +141,10 @@ def check_start(job: Job) -> None:
         )
 
 
-def _name_is_taken(run: Run) -> str:
-    taken = f"{run.path} exists and is never overwritten. Choose another tracking.run_name, or remove the folder."
-    if not (run.path / "run.json").is_file() or run.record["status"] != "finished":
-        return taken
-    return (
-        f"{taken}\nIt is finished. Evaluate it: {shown_command('eval', str(run.path))}; repeat it under another name: "
-        f"{shown_command('sft', str(run.path))}; train its model further: model.name_or_path={run.final} with another "
-        "tracking.run_name."
+def _name_is_taken(folder: Path) -> RunError:
+    return RunError(
+        f"{folder} exists and is never overwritten. Choose another tracking.run_name, or remove the folder. To train its model further: "
+        f"model.name_or_path={Run(folder).final} with another tracking.run_name."
     )
 
 
@@ -263,7 +248,7 @@ def _make(folder: Path, name: str | None) -> Run:
                 f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
             ) from None
         return run
-    raise RunError(_name_is_taken(Run(folder / (name or started))))
+    raise _name_is_taken(folder / (name or started))
 
 
 def keep_recipe(run: Run, job: Job) -> None:
@@ -302,7 +287,7 @@ def _open(job: Job) -> OpenedRun:
     check_start(job)
     prepared = _intact_data(job)
     check_same_data(job, prepared.fingerprint)
-    unfinished, broken = unfinished_run(job), broken_latest(job)
+    unfinished = unfinished_run(job)
     run = claim_directory(job)
     signals.interrupts(InterruptibleRun(run))
     resumes = (run.path / "run.json").exists()
@@ -319,7 +304,7 @@ def _open(job: Job) -> OpenedRun:
     else:
         planned, resume_plan = job.with_data(prepared.facts(), find_result(job, prepared)), None
     changes = recipe_changes(run, job.recipe) if resumes else []
-    notes = [broken, *other_unfinished(run), missing, *choice.lines()]
+    notes = [*other_unfinished(run), missing, *choice.lines()]
     if unfinished is not None and unfinished != run:
         notes.insert(0, f"Another process is training {unfinished.path}: this is a run beside it.")
     if resumes:

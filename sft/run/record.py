@@ -157,12 +157,8 @@ def close_session(run: Run, status: str, seconds: float | None = None) -> None:
 
 def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
     """The last line of metrics.jsonl that a session wrote; empty if it wrote none."""
-    lines = read_lines(run.metrics_file)
-    if not lines:
-        return {}
-    written = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.metrics_file.stat().st_mtime))
     step = int(session["checkpoint"].rpartition("-")[2]) if session["checkpoint"] else 0
-    return lines[-1] if lines[-1]["step"] > step and written >= session["started"] else {}
+    return next((line for line in read_lines(run.metrics_file)[-1:] if line["step"] > step), {})
 
 
 def record_end(run: Run, seconds: float, evaluates: bool) -> None:
