@@ -39,7 +39,7 @@ TYPOS = {
     ),
     "data that is missing": Mistake("data.train=gone.jsonl", ("data.train", "gone.jsonl", "no file or folder")),
     "a batch that cannot be divided": Mistake(
-        "train.global_batch_size=7", ("train.global_batch_size=7 cannot be shared by 2 processes", "6 or 8", "1"),
+        "train.global_batch_size=7", ("train.global_batch_size=7 is not a multiple of micro_batch_size x processes = 1 x 2", "6 or 8"),
         environment={"NPROC": "2"},
     ),
 }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -17,31 +16,13 @@ from sft.data.mixture import wanted_rows
 from sft.data.readers import BadRow, Row, count_rows
 from sft.data.sources import all_sources, open_source, source_files, split_and_slice, under_key
 from sft.errors import DataError, ModelError
+from sft.hub.data_facts import DataFacts
 from sft.hub.names import is_on_hub
 from sft.recipe.local_code import RowFunction, row_function
 from sft.recipe.schema import Recipe, Source
 
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """How much data one epoch holds: an estimate, or the count once the data is prepared."""
-
-    documents: int
-    tokens: int
-    """Of all documents, prompts included, none longer than data.max_length."""
-
-    trained_tokens: int
-    sequences: int | None = None
-    """Rows the trainer sees: packs with packing, else documents. None: as if every pack were full."""
-
-    squared_lengths: float | None = None
-    """The squares of the documents' lengths added up, for the work of attention; None: as if all were as long as the mean."""
-
-    exact: bool = False
-    """Counted on the prepared data, not estimated from the first rows."""
 
 
 def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:

@@ -13,9 +13,10 @@ from tempfile import mkdtemp
 
 from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
-from sft.data.facts import DataFacts, inspect_data
+from sft.data.facts import inspect_data
 from sft.data.tokenizer import find_chat_template
 from sft.errors import EvaluationError, ModelError, RecipeError, RunError
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.hub.names import model_path
 from sft.plan.batch import check_batch
