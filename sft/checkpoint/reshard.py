@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import set_seed
 
-from sft.checkpoint.live_tensors import gathered
 from sft.checkpoint.patches import load_mapped, plain_data_only
 from sft.checkpoint.resume import Writer
 from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, open_zero
 from sft.errors import RunError
+from sft.model.live import gathered
 from sft.parallel.full_tensors import shard_of
 from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.process_group import is_rank_0

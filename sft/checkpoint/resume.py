@@ -7,7 +7,6 @@ manifest says what wrote it; run.json knows only the last start.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,20 +99,6 @@ def lost_lines(run: Run, checkpoint: Path) -> str | None:
     )
 
 
-def changed_tokens(checkpoint: Path, tokenizer: Any) -> list[str]:
-    """Compare the special tokens with those that a checkpoint was saved with: training may never have seen the new ones."""
-    file = checkpoint / "tokenizer_config.json"
-    saved = read_json(file) if file.exists() else {}
-    then = {name: saved[name] for name in ("pad_token", "eos_token", "bos_token") if name in saved}
-    then = {name: value["content"] if isinstance(value, dict) else value for name, value in then.items()}
-    return [
-        f"Warning: the tokenizer's {name} was {was!r} when {checkpoint.name} was written and is {now!r} now; final/ gets the new one. "
-        "Restore the tokenizer's files to keep the old one."
-        for name, was in then.items()
-        if was != (now := getattr(tokenizer, name))
-    ]
-
-
 @dataclass(frozen=True)
 class Writer:
     """What wrote a checkpoint, as far as its format depends on it."""
@@ -156,12 +141,9 @@ class Writer:
     def __str__(self) -> str:
         if self.engine == "one process":
             return self.engine
-        sizes = {"tensor": self.tensor_parallel, "sequence": self.sequence_parallel}
-        groups = "".join(f", {name} parallel over {size}" for name, size in sizes.items() if size > 1)
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} under {self.engine}"
-        if self.pipeline_parallel > 1:
-            return f"{ranks}, {self.pipeline_parallel} stages"
-        return ranks if self.engine == "tensor parallel" else ranks + groups
+        split = {"sequences": self.sequence_parallel, "stages": self.pipeline_parallel}
+        parts = "".join(f", {what} over {size}" for what, size in split.items() if size > 1)
+        return f"{self.ranks} ranks under {self.engine}{parts}"
 
 
 @dataclass(frozen=True)
@@ -198,12 +180,10 @@ def writer_here(job: Job) -> Writer:
 
 def writer_of(checkpoint: Path) -> Writer:
     """What wrote a checkpoint; a ValueError says how it is damaged."""
-    values = read_manifest(checkpoint).get("writer")
     try:
-        if values is None:  # earlier versions wrote a file of its own
-            values = json.loads((checkpoint / "written_by.json").read_text(encoding="utf-8"))
+        values = read_manifest(checkpoint)["writer"]
         return Writer(**values | {"parameters": tuple(values["parameters"])})
-    except (OSError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise ValueError(f"it does not say what wrote it: {error}") from None
 
 

@@ -120,8 +120,7 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
     if alone and not tunes:
         return
     prepared = prepared_data(job.recipe, job.model, command_of(job), begun=preparation)
-    found = find_result(job, prepared) if tunes else None
-    if tunes and (found is None or found.micro_batch_size is None):
+    if tunes and find_result(job, prepared) is None:
         auto_tune(job, prepared)
 
 

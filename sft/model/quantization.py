@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from sft.hub.flops import full_shape
 from sft.model.weight_checks import DTYPES
@@ -77,35 +76,19 @@ def numels(model: Any) -> dict[str, int]:
     }
 
 
-def dequantized(layer: Any) -> torch.Tensor:
-    """A quantized layer's weight as it is multiplied with, in the shape that the unquantized model has it.
-
-    Where FSDP2 shards it, every rank takes part; under ZeRO-3 it must be gathered.
-    """
-    from bitsandbytes import functional
-
-    weight = layer.weight
-    if type(layer).__name__ == "Linear4bit":
-        packed = weight.full_tensor() if isinstance(weight, DTensor) else weight.data
-        value: torch.Tensor = functional.dequantize_4bit(packed, layer.quant_state)
-    else:
-        scales = layer.state.SCB if weight.SCB is None else weight.SCB
-        value = functional.int8_vectorwise_dequant(weight.data, scales)
-    return value.T if layer.source_cls.__name__ == "Conv1D" else value
-
-
 def dequantize(model: Any, dtype: torch.dtype) -> Any:
     """The model with plain layers on the CPU in place of quantized ones; layer by layer, so that a GPU never holds it dequantized."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
     from transformers.pytorch_utils import Conv1D
 
     for name, layer in quantized_layers(model):
-        weight = torch.nn.Parameter(dequantized(layer).to("cpu", dtype), requires_grad=False)
+        weight = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).to("cpu", dtype)
         with torch.device("meta"):
-            if layer.source_cls is Conv1D:
-                plain: Any = Conv1D(layer.out_features, layer.in_features)
+            if layer.source_cls is Conv1D:  # stored transposed
+                plain, weight = Conv1D(layer.out_features, layer.in_features), weight.T
             else:
                 plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        plain.weight, plain.bias = weight, layer.bias
+        plain.weight, plain.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
         model.set_submodule(name, plain)
     model.hf_quantizer.remove_quantization_config(model)
     for name in _SAYS_QUANTIZED:

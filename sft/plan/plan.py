@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -32,38 +32,9 @@ def stated(section: BaseModel, key: str) -> str:
 class TuningResult:
     """What auto-tuning found for a job; sft/launch/auto_tune.py."""
 
-    gradient_checkpointing: bool | int | str | None
-    """None, like the micro-batch, where it found nothing."""
-    micro_batch_size: int | None
+    gradient_checkpointing: bool | int | str
+    micro_batch_size: int
     reason: str
-
-
-class DataSize(Protocol):
-    """How much data there is, estimated or counted; `sft.data.facts.DataFacts` is one."""
-
-    @property
-    def documents(self) -> int:
-        """Documents to train on."""
-
-    @property
-    def tokens(self) -> int:
-        """Of all documents, prompts included, none longer than data.max_length."""
-
-    @property
-    def trained_tokens(self) -> int:
-        """Target tokens."""
-
-    @property
-    def sequences(self) -> int | None:
-        """Packs with packing, else documents; None: as if every pack were full."""
-
-    @property
-    def squared_lengths(self) -> float | None:
-        """The squares of the documents' lengths added up; None: as if all were as long as the mean."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether it was counted on the prepared data, and not estimated from the first rows."""
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,7 @@ def resolve_gradients(
         return Decision("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
     # 2 weights + 4 copy + 8 moments + 4 gradients
     needed, memory = 18 * model.parameters / 2**30, hardware.gpu.memory_gib
+    how = f"{accumulation} micro-batches a step; fp32 takes 18 bytes a parameter, {needed:.0f} of {memory:.0f} GiB"
     if needed <= (1 - _ROOM) * memory:
-        return Decision("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
-    return Decision(
-        "bf16",
-        f"fp32 would need 18 bytes a parameter, {needed:.0f} of {memory:.0f} GiB, and leave no room for activations: each of the "
-        f"{accumulation} micro-batches is rounded (16 bytes, {needed / 18 * 16:.0f} GiB)",
-    )
+        return Decision("fp32", how)
+    return Decision("bf16", f"{how}, and leaves no room for activations: each micro-batch is rounded")

@@ -172,7 +172,7 @@ class Tracking(Section):
     """Where to send the curves, besides metrics.jsonl."""
 
     report_to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
-    """Trackers. mlflow and trackio are installed by `pip install -e '.[trackers]'`; docs/trackers.md."""
+    """Trackers. mlflow and trackio are installed by `pip install -e '.[trackers]'`; docs/metrics.md."""
 
     project: str = Field(default="sft", min_length=1)
     """Project in wandb and trackio, experiment in mlflow."""

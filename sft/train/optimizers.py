@@ -156,11 +156,13 @@ _KINDS = {
 
 def compare_kind(optimizer: Any, job: Job) -> tuple[str, str, bool]:
     """The optimizer as planned, as found, and whether it is another."""
-    planned, bits = _KINDS[job.recipe.train.optim], getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    planned = "MasterAdamW" if steps_on_copies(job) else _KINDS[job.recipe.train.optim]
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     running = type(optimizer).__name__
     running += (f", {bits}-bit" if bits != 32 else "") + (", paged" if getattr(optimizer, "is_paged", False) else "")
-    # DeepSpeed has AdamWs of its own, and ours with copies is one.
-    is_same = "Adam" in running and "bit" not in running if planned == "AdamW" else running == planned
+    # DeepSpeed has AdamWs of its own.
+    known = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam")
+    is_same = running in known if planned == "AdamW" else running == planned
     return planned, running, not is_same
 
 

@@ -120,7 +120,7 @@ def test_a_stop_that_finds_the_disk_full_is_a_failure_that_no_queue_repeats(
     )
     assert "are missing, in " in printed
     assert printed.endswith(
-        "checkpoint-1 stays: 2 steps are lost. Free some space. The same command resumes from checkpoint-1."
+        "checkpoint-1 stays; steps lost: 2. Free some space. The same command resumes from checkpoint-1."
     )
     assert run.record["status"] == run.record["sessions"][-1]["status"] == "failed"
     assert printed in run.record["error"]
@@ -133,7 +133,7 @@ def test_a_stop_without_room_on_one_rank_is_reported_once_for_all(recipe: Path, 
     said = spoil(ranks, recipe, 2, {"1": "rank-1"}, words, expect=2)
     printed = "Interrupted by train.max_time after step 1. The checkpoint of step 1 was not written: the disk is full"
     assert said.count(printed) == said.count("was not written") == 1
-    assert "There is no checkpoint: 1 step is lost." in said
+    assert "There is no checkpoint." in said
     assert run.record["status"] == "failed"
 
 

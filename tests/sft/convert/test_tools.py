@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +68,12 @@ def recipe_of(folder: Path, values: dict[str, Any], gpus: int | None = 4) -> Rec
 
 
 @pytest.mark.parametrize("config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK, TORCHTUNE])
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_the_batch_per_gpu_becomes_the_global_batch(tmp_path: Path, config: dict[str, Any], gpus: int) -> None:
-    recipe = recipe_of(tmp_path, config | {"gradient_accumulation_steps": 3}, gpus)
-    assert recipe.train.global_batch_size == 2 * 3 * gpus
+def test_the_batch_per_gpu_becomes_the_global_batch(tmp_path: Path, config: dict[str, Any]) -> None:
+    recipe = recipe_of(tmp_path, config | {"gradient_accumulation_steps": 3}, 8)
+    assert recipe.train.global_batch_size == 2 * 3 * 8
 
 
-@pytest.mark.parametrize(
-    "config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK, {"model_name_or_path": "m", "dataset_name": "d"}]
-)
+@pytest.mark.parametrize("config", [TRL, {"model_name_or_path": "m", "dataset_name": "d"}])
 def test_without_gpus_it_is_refused_with_the_option(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ConversionError, match=r"batch_size.*--gpus N"):
         convert(written(tmp_path, config), None)
@@ -134,7 +130,6 @@ def test_a_deepspeed_file_that_is_not_here_becomes_ours_of_the_same_stage(
     [
         ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.1}),
         ("cosine_with_min_lr", {"min_lr": 1e-6}, {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.05}),
-        ("cosine_with_min_lr", {}, {"lr_scheduler_type": "cosine", "min_lr_ratio": 0}),
         (
             "warmup_stable_decay",
             {"num_decay_steps": 9, "decay_type": "linear"},
@@ -164,7 +159,7 @@ def test_schedules(tmp_path: Path, theirs: str, arguments: dict[str, Any], ours:
         ("adamw_bnb_8bit", "adamw_8bit", {}),
         ("paged_adamw_8bit", "paged_adamw_8bit", {}),
         ("paged_adamw_32bit", "adamw", {}),
-        ("lion_8bit", "lion", {"beta1": 0.8, "beta2": 0.999}),
+        ("lion_8bit", "lion", {}),
         ("adafactor", "adafactor", {}),
         ("schedule_free_adamw", "adamw", {}),
     ],
@@ -176,30 +171,19 @@ def test_optimizers(tmp_path: Path, theirs: str, ours: str, arguments: dict[str,
 
 
 def test_8_bit_states_are_not_sharded(tmp_path: Path) -> None:
-    assert recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit"}).train.optim == "adamw_8bit"
-    assert (
-        recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit", "deepspeed": "zero2.json"}).train.optim == "adamw"
-    )
-    assert (
-        recipe_of(tmp_path, AXOLOTL | {"optimizer": "paged_adamw_8bit", "fsdp": ["full_shard"]}).train.optim == "adamw"
-    )
+    config = AXOLOTL | {"optimizer": "adamw_bnb_8bit"}
+    assert recipe_of(tmp_path, config).train.optim == "adamw_8bit"
+    assert recipe_of(tmp_path, config | {"deepspeed": "zero2.json"}).train.optim == "adamw"
+    assert recipe_of(tmp_path, config | {"fsdp_config": {"fsdp_version": 2}}).train.optim == "adamw"
 
 
-def test_llama_factorys_muon_keeps_adamw_for_the_rest(tmp_path: Path) -> None:
-    train = recipe_of(tmp_path, LLAMA_FACTORY | {"use_muon": True}).train
-    assert (train.optim, train.adam_beta2) == ("muon", 0.999)
-
-
-@pytest.mark.parametrize(
-    ("quantized", "ours"), [({"load_in_4bit": True}, ("nf4", False)), ({"load_in_8bit": True}, ("int8", True))]
-)
-def test_qlora_needs_adapters(tmp_path: Path, quantized: dict[str, Any], ours: tuple[str, bool]) -> None:
-    model = recipe_of(tmp_path, TRL | quantized | {"use_peft": True}).model
-    assert (model.quantization, model.bnb_4bit_use_double_quant) == ours
-    assert recipe_of(tmp_path, TRL | quantized).model.quantization is None
-    assert recipe_of(tmp_path, AXOLOTL | quantized | {"adapter": "lora"}).model.quantization == ours[0]
-    bits = {"quantization_bit": 4 if ours[0] == "nf4" else 8}
-    assert recipe_of(tmp_path, LLAMA_FACTORY | bits).model.quantization == ours[0]
+def test_qlora_needs_adapters(tmp_path: Path) -> None:
+    four, eight = {"load_in_4bit": True}, {"load_in_8bit": True}
+    model = recipe_of(tmp_path, TRL | four | {"use_peft": True}).model
+    assert (model.quantization, model.bnb_4bit_use_double_quant) == ("nf4", False)
+    assert recipe_of(tmp_path, TRL | four).model.quantization is None
+    assert recipe_of(tmp_path, AXOLOTL | eight | {"adapter": "lora"}).model.quantization == "int8"
+    assert recipe_of(tmp_path, LLAMA_FACTORY | {"quantization_bit": 8}).model.quantization == "int8"
 
 
 @pytest.mark.parametrize(("steps", "ours"), [(7, (7, None)), (0.1, (0, 0.1)), (0, (0, None))])
@@ -342,32 +326,22 @@ def test_a_training_arguments_file_leaves_model_and_data_to_fill_in(tmp_path: Pa
     ("config", "said"),
     [
         (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPO"),
-        (TORCHTUNE | {"optimizer": None}, "optimizer"),
         ({"model_name_or_path": "m", "template": "x", "infer_backend": "hf"}, "trains nothing"),
         ({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}, "train.deepspeed"),
         (AXOLOTL | {"rl": "dpo"}, "DPO"),
         (AXOLOTL | {"pretraining_dataset": [{"path": "d"}]}, "pretraining"),
         (AXOLOTL | {"processor_type": "AutoProcessor"}, "vision"),
-        (AXOLOTL | {"reward_model": True}, "reward"),
         (LLAMA_FACTORY | {"stage": "pt"}, "pretraining"),
-        (LLAMA_FACTORY | {"stage": "kto"}, "KTO"),
         (LLAMA_FACTORY | {"image_max_pixels": 9}, "vision"),
         (LLAMA_FACTORY | {"do_train": False, "do_predict": True}, "prediction"),
         (TRL | {"beta": 0.1}, "DPO"),
         (TRL | {"num_generations": 8}, "GRPO"),
-        ({"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 3}, "num_processes": 8}, "zero3"),
+        ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "accelerate launch"),
         ({"schema_version": 1, "version": 1, "model": {}}, "a recipe already"),
         ({"colour": "red"}, "colour"),
         ("just text", "no keys"),
-        ("", "nothing"),
         ("a: [", "neither YAML nor JSON"),
         ("base_model: &a [*a]", "aliases"),
-        ("base_model: &a {b: *a}", "aliases"),
-        (
-            "a: &a [1,2,3,4,5,6,7,8,9]\n"
-            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefg")),
-            "aliases",
-        ),
     ],
 )
 def test_what_is_no_supervised_fine_tuning_is_refused_by_name(tmp_path: Path, config: Any, said: str) -> None:

