@@ -81,7 +81,7 @@ def test_of_divided_gpus_there_is_one_slice(
 def test_several_slices_for_one_process_are_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(*DIVIDED)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1111,MIG-2222")
-    with pytest.raises(PlanError, match=r"CUDA_VISIBLE_DEVICES=MIG-1111,MIG-2222.*Name one slice"):
+    with pytest.raises(PlanError, match=r"CUDA_VISIBLE_DEVICES=MIG-1111,MIG-2222.*one slice"):
         check_visible_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
     check_visible_gpus()
