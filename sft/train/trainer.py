@@ -204,11 +204,8 @@ class RecipeTrainer(CheckpointingTrainer):
         """Forward and backward pass of a micro-batch; its loss, for the mean over ranks that is logged."""
         self._passes += 1
         self.progress.at(f"forward, micro-batch {self._passes}")
-        last = self._passes == self._batches
-        if last and self.stopping is not None:
-            self.stopping.reduce()
         loss = self.forward_backward(*args, **kwargs)
-        if last:
+        if self._passes == self._batches:
             self.progress.at(OPTIMIZER)
         if self.sequence_parallel_size == 1:
             return loss

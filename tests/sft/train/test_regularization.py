@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.trainer_pt_utils import LabelSmoother
 
-from sft.train.regularization import NoisyEmbeddings, noise_of, smoothed
+from sft.train.regularization import NoisyEmbeddings, smoothed
 
 PACKED: dict[str, Any] = {"input_ids": torch.zeros(1, 40, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4, 40])}
 PADDED: dict[str, Any] = {
@@ -37,15 +37,6 @@ def test_evaluation_is_without_noise() -> None:
     NoisyEmbeddings(embeddings, alpha=8.0)
     embeddings.eval()
     assert torch.equal(embeddings(PACKED["input_ids"]), embeddings.weight[:1].expand(1, 40, -1))
-
-
-def test_the_live_noise_is_found() -> None:
-    model = AutoModelForCausalLM.from_config(
-        Qwen2Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    )
-    assert noise_of(model) is None
-    NoisyEmbeddings(model.get_input_embeddings(), alpha=5.0)
-    assert noise_of(model) == 5.0
 
 
 def test_smoothed_labels_give_transformers_loss_and_gradients() -> None:
