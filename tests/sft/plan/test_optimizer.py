@@ -30,7 +30,7 @@ WITHOUT_ZERO = DeepSpeedFile(Path("zero0.json"), {"zero_optimization": {"stage":
         ("train.optim=lion train.deepspeed=zero0", gpus(2), "zero0.json offloads, or is DeepSpeed without ZeRO"),
         ("train.optim=muon train.fsdp={}", gpus(1), None),
         ("train.optim=adafactor train.fsdp={}", gpus(2), "with train.fsdp each rank steps on shards.*adamw or lion"),
-        ("train.optim=lion train.tensor_parallel_size=2", gpus(2), "train.tensor_parallel_size=2 is untested"),
+        ("train.optim=lion train.tensor_parallel_size=2", gpus(2), "train.tensor_parallel_size=2 with train.optim=lion"),
     ],
 )  # fmt: skip
 def test_an_optimizer_that_an_engine_cannot_take_is_refused_with_a_remedy(
