@@ -33,13 +33,9 @@ LENGTHS = 2 ** np.arange(3, 33, 0.5)
 class RowError(Exception):
     """A row that stops the preparation."""
 
-    def __init__(self, row: int, reason: str) -> None:
-        super().__init__(row, reason)
-        self.row, self.reason = row, reason
-
-
-class _RefusedRow(ValueError):
-    """A row with a finding that the recipe refuses."""
+    def __init__(self, row: int, reason: str, remedy: str) -> None:
+        super().__init__(row, reason, remedy)  # all of them: it crosses processes
+        self.row, self.reason, self.remedy = row, reason, remedy
 
 
 @dataclass
@@ -187,8 +183,8 @@ class DocumentMaker:
             yield
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if self.data.on_bad_row == "error":
-                raise RowError(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
-            chunk.drop("refused" if isinstance(error, _RefusedRow) else "bad_row", row)
+                raise RowError(row, str(error), "Correct or remove the row, or set data.on_bad_row=drop.") from None
+            chunk.drop("bad_row", row)
 
     # From a row to text
 
@@ -216,7 +212,7 @@ class DocumentMaker:
             chunk.find(kind, number)
         if refused:
             meanings = ", ".join(FINDINGS[kind].meaning for kind in refused)
-            raise _RefusedRow(f"{meanings} (data.refuse: {', '.join(refused)})")
+            raise ValueError(f"{meanings} (data.refuse: {', '.join(refused)})")
         has_special = "special_tokens" in found
         if isinstance(example, Text):
             item = self._text(example, escape, has_special)
@@ -317,10 +313,8 @@ class DocumentMaker:
         pieces = [(ids, mask)]
         if length > limit:
             if overlong == "error":
-                raise RowError(
-                    row,
-                    f"{length} tokens, more than data.max_length={limit}. Raise it, or set data.overlong to drop, truncate or split",
-                )
+                too_long = f"{length} tokens, more than data.max_length={limit}"
+                raise RowError(row, too_long, "Raise it, or set data.overlong to drop, truncate or split.")
             if overlong == "drop":
                 return chunk.drop("too_long", row, length)
             starts = range(0, length, limit) if overlong == "split" else [0]

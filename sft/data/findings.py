@@ -32,13 +32,11 @@ class Finding:
     refused_from: float | None = None
     """The fraction of a source's rows from which it stops the run: the rows were made wrongly."""
 
-    reported_from: float = 0.0
-    """The fraction of a source's rows from which it is reported: single rows are often meant so."""
-
 
 FINDINGS = {
-    "bad_row": Finding("a row that cannot be read or rendered; dropped (data.on_bad_row=drop)"),
-    "refused": Finding("a row with a finding that data.refuse names; dropped"),
+    "bad_row": Finding(
+        "a row that cannot be read or rendered, or that data.refuse names; dropped (data.on_bad_row=drop)"
+    ),
     "function": Finding("a row that data.function leaves out; dropped"),
     "zero_weight": Finding("a row of weight 0 (`weight`, `loss_weight`, `sample_weight`); dropped"),
     "no_answer": Finding("no answer to train on; dropped"),
@@ -64,7 +62,7 @@ FINDINGS = {
         "text rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:", 0.9
     ),
     "echo": Finding("an answer that begins with its whole question", 0.9),
-    "dialogue": Finding("an answer that contains further turns (User: ... Assistant: ...)", 0.9, reported_from=0.2),
+    "dialogue": Finding("an answer that contains further turns (User: ... Assistant: ...)", 0.9),
     "missing_value": Finding("an answer that is only nan, None or null, as programs write a missing value", 0.5),
     "placeholder": Finding("a placeholder that was never filled in, such as {{name}}", 0.9),
     "no_end": Finding("tokens whose last target is not a special token: the model does not learn from them to stop"),
@@ -109,8 +107,6 @@ class Findings:
         for kind in dict.fromkeys(kind for kind, _ in self.counts):
             counts = {source: count for (of, source), count in sorted(self.counts.items()) if of == kind}
             worst = max(counts, key=lambda source: counts[source] / max(rows_in[source], 1))
-            if counts[worst] < FINDINGS[kind].reported_from * rows_in[worst]:
-                continue
             rows = [(source, row) for source in counts for row in self.rows[kind, source]][:_EXAMPLES]
             found.append(
                 {

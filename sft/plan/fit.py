@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from sft.errors import PlanError
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import divisors
 from sft.plan.case import Case
 from sft.plan.gpus import gpu_words
 from sft.plan.hardware import Hardware, described_hardware
 from sft.plan.memory_estimate import MemoryEstimate
-from sft.plan.plan import DataSize
 from sft.plan.resolve import planned
 from sft.recipe.load import apply_override
 from sft.recipe.schema import Recipe
@@ -95,7 +95,7 @@ class Fit:
     proposals: tuple[Proposal, ...]
 
 
-def fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | None) -> Fit:
+def fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts | None) -> Fit:
     """Plan a recipe, and propose changes where it does not fit. Raises PlanError where it could not run with any amount of memory."""
     assert hardware.gpu
     endless = replace(hardware, gpu=replace(hardware.gpu, memory_gib=ENDLESS), cpu_memory_gib=ENDLESS)

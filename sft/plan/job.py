@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import PlanError
+from sft.hub.data_facts import DataFacts
 from sft.plan.case import Case
-from sft.plan.plan import DataSize, Decision, TuningResult
+from sft.plan.plan import Decision, TuningResult
 from sft.plan.resolve import resolve_plan
 
 
@@ -26,7 +27,7 @@ class Job(Case):
         inside = self.recipe_path.parent / "run.json"
         return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
 
-    def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
+    def with_data(self, data: DataFacts, tuned: TuningResult | None = None) -> Job:
         """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
         return replace(self, plan=plan, data=data)
@@ -44,7 +45,7 @@ OPEN = {
 REASON = "auto: as this run was started"
 
 
-def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
+def keep_decisions(job: Job, data: DataFacts, earlier: Mapping[str, Any]) -> Job:
     """The job with its data counted, and with the decisions of its run's plan.json (`earlier`, by name). Raises PlanError if they
     cannot be had here."""
     recipe, kept = job.recipe, {}

@@ -52,23 +52,15 @@ class MemoryEstimate:
     @property
     def lack(self) -> str | None:
         """What there is too little of, such as `90.1 of 80 GiB`; None where the estimate fits."""
-        if self.gpu_bytes > self.gpu_gib * GIB:
-            return self._of_gpu
-        return f"{self._of_machine} of the machine's memory" if self.cpu > self.hardware.cpu_memory_gib * GIB else None
-
-    @property
-    def _of_gpu(self) -> str:
-        return f"{self.gpu_bytes / GIB:.1f} of {self.gpu_gib:.0f} GiB"
-
-    @property
-    def _of_machine(self) -> str:
-        return f"{self.cpu / GIB:.0f} of {self.hardware.cpu_memory_gib:.0f} GiB"
+        if self.gpu_bytes > self.gpu_gib * GIB or self.cpu > self.hardware.cpu_memory_gib * GIB:
+            return self.short
+        return None
 
     @property
     def short(self) -> str:
         """Needed and there: `21.5 of 80 GiB`."""
-        assumed = " (assumed; --on 8x80GB+1000GB states it)" if self.hardware.cpu_memory_assumed else ""
-        return self._of_gpu + (f"; {self._of_machine} of the machine's memory{assumed}" if self.cpu else "")
+        machine = f"; {self.cpu / GIB:.0f} of {self.hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
+        return f"{self.gpu_bytes / GIB:.1f} of {self.gpu_gib:.0f} GiB{machine if self.cpu else ''}"
 
     @property
     def words(self) -> str:
@@ -104,9 +96,6 @@ def memory_bars(sizes: Mapping[str, Any], mark: str = "█", engine: str = "") -
     what = "headroom" if peak <= available else "too much"
     lines.append(f"  {what:12} {'':{_BAR}} {abs(available - peak) / 2**30:6.1f} of {available / 2**30:.0f}")
     if needed := sizes.get("machine"):
-        memory = sizes["machine_available"]
-        lack = ": too much" if needed > memory else ""
-        lines.append(
-            f"  {'machine':12} {'':{_BAR}} {needed / 2**30:6.1f} of {memory / 2**30:.0f}, of all its ranks{lack}"
-        )
+        of = f"of {sizes['machine_available'] / 2**30:.0f}, of all its ranks"
+        lines.append(f"  {'machine':12} {'':{_BAR}} {needed / 2**30:6.1f} {of}")
     return lines

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from sft.errors import PlanError
+from sft.hub.data_facts import DataFacts
 from sft.hub.flops import Matmuls, ModelFlops
 from sft.plan.batch import sequences_per_epoch
 from sft.plan.case import Case
 from sft.plan.gpus import find_gpu
 from sft.plan.pipeline import bubble
-from sft.plan.plan import DataSize, Decision
+from sft.plan.plan import Decision
 
 MFU = (0.3, 0.5)
 """A guess until benchmarks/README.md has a measurement: model FLOPs over the peak, without recomputed layers."""
@@ -90,7 +91,7 @@ def _model_flops(case: Case) -> ModelFlops | None:
     return ModelFlops(Matmuls(adapters or 0, base.trained, head_frozen=base.head_trained), flops.attention)
 
 
-def _passes(case: Case, data: DataSize) -> float:
+def _passes(case: Case, data: DataFacts) -> float:
     """Over the data, in all of the training."""
     train = case.recipe.train
     if train.max_steps is None:

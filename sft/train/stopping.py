@@ -10,8 +10,7 @@
 A file older than the start of the job was meant for an earlier one and is removed. Where the step to stop at cannot be saved, the job
 ends by a RunError: starting it again is useless before there is room on the disk.
 
-The ranks agree through one reduction per step over a gloo group of its own, which begins with the last micro-batch and is read at the
-end of the step. Nothing waits for it, and a rank that is gone is noticed as in any other collective.
+The ranks agree through one reduction over gloo at the end of each step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import signal
 import sys
 import time
 from collections import deque
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -93,12 +91,6 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         """Why the last save was not written."""
         self.limit: TimeLimit | None = None
         self._max_time = parse_duration(recipe.train.max_time) if recipe.train.max_time else None
-        self._group: Any = None
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            timeout = timedelta(seconds=recipe.train.ddp_timeout)
-            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        self._request: torch.Tensor | None = None
-        self._reduction: Any = None
         self._trains = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -119,22 +111,12 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if self.limit is not None:
             self.limit.begin(time.time())
 
-    def reduce(self) -> None:
-        """Start the reduction over all ranks; every rank must."""
-        self._request = torch.tensor(int(self._own_request()))
-        if self._group is not None:
-            largest = torch.distributed.ReduceOp.MAX
-            self._reduction = torch.distributed.all_reduce(self._request, largest, self._group, async_op=True)
-
     def _agree(self) -> StopRequest:
-        """What all ranks were asked. A RuntimeError of gloo's says that one is gone."""
-        if self._request is None:
-            self.reduce()
-        if self._reduction is not None:
-            self._reduction.wait()
-        assert self._request is not None
-        request = StopRequest(int(self._request))
-        self._request = self._reduction = None
+        """What any rank was asked; every rank must take part. A RuntimeError of gloo's says that one is gone."""
+        greatest = torch.tensor(int(self._own_request()))
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX, distributed.quiet_group())
+        request = StopRequest(int(greatest))
         if request > StopRequest.SAVE:
             self.agreed = request
         return request
@@ -202,8 +184,8 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if self.shortage is None:
             return interrupted
         last = self.run.last_checkpoint()
-        stays = f"{last.name} stays: steps after {step_of(last)} are lost" if last else "There is no checkpoint"
-        return RunError(f"{interrupted}. {self.shortage}. {stays}. Free some space. {self.run.next_start}.")
+        kept = f"{last.name} stays; steps lost: {step - step_of(last)}" if last else "There is no checkpoint"
+        return RunError(f"{interrupted}. {self.shortage}. {kept}. Free some space. {self.run.next_start}.")
 
 
 def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:

@@ -118,7 +118,7 @@ def test_a_stop_that_finds_the_disk_full_is_a_failure_that_no_queue_repeats(
     )
     assert "are missing, in " in printed
     assert printed.endswith(
-        "checkpoint-1 stays: steps after 1 are lost. Free some space. The same command resumes from checkpoint-1."
+        "checkpoint-1 stays; steps lost: 2. Free some space. The same command resumes from checkpoint-1."
     )
     assert run.record["status"] == run.record["sessions"][-1]["status"] == "failed"
     assert printed in run.record["error"]

@@ -31,11 +31,10 @@ def test_the_next_start_is_by_the_runs_folder_where_the_same_command_starts_anot
     (run.checkpoints / "checkpoint-3").mkdir(parents=True)
     run.update(recipe_values={"train": {"resume": "auto"}})
     assert run.next_start == "The same command resumes from checkpoint-3"
-    anew = f"The same command starts another run (train.resume=never); {own}"
     run.update(recipe_values={"train": {"resume": "never"}})
-    assert run.next_start == f"{anew} resumes from checkpoint-3"
+    assert run.next_start == f"{own} resumes from checkpoint-3"
     run.update(evaluation="interrupted")
-    assert run.next_start == f"{anew} resumes the evaluation"
+    assert run.next_start == f"{own} resumes the evaluation"
     run.update(recipe_values={}, evaluation=None, repeats="/outputs/tiny/first")
     assert run.next_start == f"{own} resumes from checkpoint-3"
 

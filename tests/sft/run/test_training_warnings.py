@@ -16,8 +16,6 @@ def course(*losses: float | None) -> list[dict[str, Any]]:
     ("loss", "untrained", "warned"),
     [
         (17.72, False, True),  # stories260k on English text whose token ids are permuted
-        (10.41, False, True),  # and whose token ids are shifted by 7
-        (6.24, False, True),  # an output head of zeros
         (3.85, False, False),  # its own tokenizer
         (6.94, True, False),  # the demo's model, made from a config
         (None, False, False),
@@ -64,14 +62,10 @@ FALLING = [3.0 - 0.1 * number + 0.05 * (-1) ** number for number in range(16)]
     ("losses", "says"),
     [
         (FALLING, None),
-        ([2.0, *[1.5] * 20], None),
-        ([*[1.5] * 10, *[1.49] * 10], None),
         (list(reversed(FALLING)), "above its start"),
-        ([2.0] * 20, "did not fall"),
         ([2.0, 2.1, 1.9, 2.05, 1.95] * 4, "did not fall"),  # noise about one value
         ([2.0, 3.0], "above its start"),
         ([2.0, 2.1], None),  # two batches differ by so much
-        ([2.0, 1.0], None),
         ([None, None, 2.0, 9.0], "above its start"),
         ([], None),
     ],
@@ -86,10 +80,7 @@ def test_a_loss_that_did_not_fall_is_named(losses: list[float | None], says: str
     [
         (2.0, [1.0, 0.9], False),
         (2.0, [1.0, 1.2], True),
-        (2.0, [2.5], True),
-        (2.0, [2.01], False),
         (None, [1.0, 2.0], True),
-        (None, [], False),
         (2.0, [], False),
     ],
 )

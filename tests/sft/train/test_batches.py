@@ -26,11 +26,11 @@ Document = tuple[list[int], list[int]]
 """Tokens and labels."""
 
 
-def documents(lengths: list[int], vocabulary: int = 2**31) -> list[Document]:
+def documents(lengths: list[int]) -> list[Document]:
     """Tokens that tell which document they are of. Odd documents are labelled from their middle on, even ones throughout."""
     found = []
     for number, length in enumerate(lengths, start=1):
-        ids = [(1000 * number + position) % vocabulary for position in range(length)]
+        ids = [1000 * number + position for position in range(length)]
         hidden = length // 2 or 1 if number % 2 else 0
         found.append((ids, [IGNORED] * hidden + ids[hidden:]))
     return found
@@ -52,9 +52,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> DocumentStore:
     return stored(tmp_path_factory.mktemp("store") / "documents", documents(LENGTHS))
 
 
-def sequences_of(store: DocumentStore, per_step: int, packed: bool, empty: int = 0, max_length: int = 16) -> Sequences:
+def sequences_of(store: DocumentStore, per_step: int, packed: bool, empty: int = 0) -> Sequences:
     count = len(store.documents)
-    arrays = pack(store.documents["length"], max_length) if packed else (np.arange(count), np.arange(1, count + 1))
+    arrays = pack(store.documents["length"], MAX_LENGTH) if packed else (np.arange(count), np.arange(1, count + 1))
     return Sequences(store, SequenceIndex(*arrays), per_step, 7, packed, empty)
 
 
@@ -78,10 +78,9 @@ def test_without_packing_a_sequence_is_a_document(store: DocumentStore) -> None:
     assert not any("seq_lengths" in row for row in rows)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("per_step", "empty"), [(1, 0), (3, 0), (700, 0), (8, 1)])
+@pytest.mark.parametrize(("per_step", "empty", "packed"), [(3, 0, True), (700, 0, False), (8, 1, True)])
 def test_steps_are_completed_with_what_is_not_trained(
-    packed: bool, per_step: int, empty: int, store: DocumentStore
+    per_step: int, empty: int, packed: bool, store: DocumentStore
 ) -> None:
     sequences = sequences_of(store, per_step, packed, empty)
     real = len(sequences.index)
@@ -92,21 +91,17 @@ def test_steps_are_completed_with_what_is_not_trained(
         assert dummy.get("seq_lengths") == ([1] if packed else None)
 
 
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_what_training_sees_is_what_the_ledger_counts(
-    packing: bool, make_recipe: Callable[..., Recipe], demo: Demo
-) -> None:
-    recipe = make_recipe(f"data.packing={str(packing).lower()}", "data.train=[{path: 'builtin:demo', epochs: 1.5}]")
+def test_what_training_sees_is_what_the_ledger_counts(make_recipe: Callable[..., Recipe], demo: Demo) -> None:
+    recipe = make_recipe("data.train=[{path: 'builtin:demo', epochs: 1.5}]")
     prepared = prepare(recipe, inspect_model(recipe))
     index, store = SequenceIndex.load(prepared.folder / "train.npz"), DocumentStore.open(prepared.folder)
-    sequences = Sequences(store, index, 8, 0, packing)
+    sequences = Sequences(store, index, 8, 0, packed=True)
     rows = [sequences[number] for number in range(len(index))]
     tokens = prepared.ledger["total"]["tokens"]
     assert len(rows) == prepared.sequences
     assert sum(len(row["input_ids"]) for row in rows) == tokens["trained"] + tokens["masked"] == tokens["in"]
     assert sum(int((row["labels"] != IGNORED).sum()) for row in rows) == tokens["trained"]
-    if packing:
-        assert prepared.ledger["packing"]["padding"] == sum(128 - len(row["input_ids"]) for row in rows)
+    assert prepared.ledger["packing"]["padding"] == sum(128 - len(row["input_ids"]) for row in rows)
 
 
 def orders(sequences: int, dummies: int, seed: int, epochs: range) -> list[list[int]]:
@@ -117,11 +112,10 @@ def orders(sequences: int, dummies: int, seed: int, epochs: range) -> list[list[
     return found
 
 
-@pytest.mark.parametrize(("sequences", "dummies"), [(1, 0), (1, 7), (1000, 24)])
-def test_an_epoch_is_every_sequence_once_and_the_dummies_last(sequences: int, dummies: int) -> None:
-    for order in orders(sequences, dummies, 3, range(3)):
-        assert sorted(order[:sequences]) == list(range(sequences))
-        assert order[sequences:] == list(range(sequences, sequences + dummies))
+def test_an_epoch_is_every_sequence_once_and_the_dummies_last() -> None:
+    for order in orders(1000, 24, 3, range(3)):
+        assert sorted(order[:1000]) == list(range(1000))
+        assert order[1000:] == list(range(1000, 1024))
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +131,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(monkeypatch: pytest.MonkeyPat
     assert len({tuple(order) for order in [*first, *orders(500, 12, 1, range(4))]}) == 8
 
 
-@pytest.mark.parametrize(("real", "per_step", "empty"), [(8, 8, 1), (20, 8, 1), (3, 8, 4), (17, 4, 2), (16, 4, 2)])
+@pytest.mark.parametrize(("real", "per_step", "empty"), [(20, 8, 1), (3, 8, 4), (16, 4, 2)])
 def test_a_step_with_empty_slots_holds_the_sequences_of_one_without(real: int, per_step: int, empty: int) -> None:
     def steps(empty: int) -> list[list[int]]:
         count, size = -(-real // per_step), per_step + empty
@@ -153,10 +147,9 @@ def test_a_step_with_empty_slots_holds_the_sequences_of_one_without(real: int, p
         assert min(with_empty[len(sequences) :], default=real) >= real
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("micro_batch", "empty"), [(1, 0), (2, 1), (6, 2)])
+@pytest.mark.parametrize(("micro_batch", "empty", "packed"), [(2, 1, True), (6, 2, False)])
 def test_a_batch_carries_the_numbers_and_the_counts_of_what_it_holds(
-    store: DocumentStore, packed: bool, micro_batch: int, empty: int
+    micro_batch: int, empty: int, packed: bool, store: DocumentStore
 ) -> None:
     sequences = sequences_of(store, 6 - empty, packed, empty)
     collate = Accounted(DataCollatorForLanguageModeling(pad_token_id=7, padding_free=packed), counts=True)
@@ -244,6 +237,8 @@ def test_a_fingerprint_does_not_depend_on_packing_micro_batches_ranks_padding_or
     assert line_of(of_batches(*parts)).fingerprint == expected
     first, *others = [of_batches(packs([document])) for document in PRINTED]
     assert line_of(first, *others).fingerprint == expected
+    # Those of old runs must stay comparable.
+    assert expected == "8714d200422ab0a0"
     # The label of a first token has no loss.
     assert padded(([9, 10, 11], [IGNORED, 10, 11])) == padded(PRINTED[1])
 
@@ -261,12 +256,8 @@ def test_a_line_sums_its_steps_over_all_ranks() -> None:
     "changed",
     [
         PRINTED[1:],  # skipped
-        [*PRINTED, PRINTED[0]],  # replayed
-        [([5, 6, 7, 9], [IGNORED, IGNORED, 7, 9]), *PRINTED[1:]],  # another token
         [([5, 7, 6, 8], [IGNORED, IGNORED, 6, 8]), *PRINTED[1:]],  # two tokens swapped
         [([5, 6, 7, 8], [IGNORED, 6, 7, 8]), *PRINTED[1:]],  # one more target token
-        [([5, 6, 7, 8], [IGNORED, IGNORED, 8, 7]), *PRINTED[1:]],  # two labels swapped
-        [([12, 6, 7, 8], [IGNORED, IGNORED, 7, 8]), PRINTED[1], ([5, 13], [IGNORED, 13]), *PRINTED[3:]],
         [([5, 6], [IGNORED, IGNORED]), ([7, 8], [7, 8]), *PRINTED[1:]],  # cut in two
     ],
 )
@@ -292,8 +283,3 @@ def test_ranks_that_share_a_batch_count_once() -> None:
     assert [contents(rank).fingerprint for rank in (0, 1)] == [packs(PRINTED), 0]
     assert [int(contents(rank).lengths.sum()) for rank in (0, 1)] == [22, 0]
     assert [contents(rank).sequences for rank in (0, 1)] == [(0,), (0,)]
-
-
-def test_a_fingerprint_is_the_same_in_every_version() -> None:
-    """Those of old runs must stay comparable."""
-    assert f"{packs(PRINTED):016x}" == "8714d200422ab0a0"

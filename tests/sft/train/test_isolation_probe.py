@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -53,9 +52,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt2": GPT,
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 256},
-    "bloom": {"vocab_size": TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.1},
-    "mpt": {"vocab_size": TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
-    "falcon": SHAPE,
     "mamba": SHAPE | {"state_size": 4},
 }
 MakeTrainer = Callable[..., Any]
@@ -114,7 +110,7 @@ def refused(found: Probe, function: str, packed: bool = True) -> str:
     return str(error.value)
 
 
-PAIRS = [("qwen2", "varlen"), ("mistral", "varlen"), ("gemma3_text", "sdpa"), ("qwen3_moe", "sdpa"), ("qwen2", "eager")]
+PAIRS = [("mistral", "varlen"), ("gemma3_text", "sdpa"), ("qwen3_moe", "sdpa"), ("qwen2", "eager")]
 
 
 @pytest.mark.parametrize(("name", "function"), PAIRS)
@@ -127,7 +123,7 @@ def test_packed_documents_pass(name: str, function: str, make_trainer: MakeTrain
     assert in_bf16.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("name", "function"), PAIRS[:3])
+@pytest.mark.parametrize(("name", "function"), PAIRS[:2])
 def test_padding_is_no_document(name: str, function: str, make_trainer: MakeTrainer) -> None:
     """In a padded batch, and behind the last document of a pack."""
     padded = passed(make_trainer(name, function, packing=False), function, packed=False)
@@ -154,27 +150,29 @@ def counted_on(inputs: dict[str, Any]) -> torch.Tensor:
 
 NONE: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), lambda _: None)
 ONES = {"attention_mask": lambda inputs: torch.ones_like(inputs["input_ids"])}
+ONES_LEAK = "a mask of ones"
 LEAKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "a mask of ones": ("sdpa", ONES),
+    ONES_LEAK: ("sdpa", ONES),
     "a mask of ones, eager": ("eager", ONES),
     "a cache left on": ("sdpa", {"use_cache": lambda _: True}),
     "position ids that do not restart": ("sdpa", {"position_ids": counted_on}),
-    "position ids that do not restart, eager": ("eager", {"position_ids": counted_on}),
     "no boundaries at all": ("varlen", {"position_ids": counted_on, **NONE}),
 }
 
 
 # In a window of 8, what is before a document of more tokens is seen by its first ones only; still it is caught.
-@pytest.mark.parametrize(("name", "options"), [("qwen2", {}), ("gemma3_text", {}), ("qwen2", {"bf16": True})])
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize(
+    ("leak", "name", "options"),
+    [*((leak, "qwen2", {}) for leak in LEAKS), (ONES_LEAK, "gemma3_text", {}), (ONES_LEAK, "qwen2", {"bf16": True})],
+)
 def test_each_known_leak_is_caught_and_named(
     leak: str, name: str, options: dict[str, Any], make_trainer: MakeTrainer
 ) -> None:
     function, changes = LEAKS[leak]
     message = refused(probe(altered(make_trainer(name, function, **options), **changes), USUAL, True), function)
     assert f"attn_implementation={function}" in message
-    remedy = "Set model.attn_implementation=sdpa, or data.packing=false" if function == "varlen" else "Set data.packing"
-    assert remedy in message
+    other = "eager" if function == "sdpa" else "sdpa"
+    assert f"Set model.attn_implementation={other}, or data.packing=false" in message
 
 
 def test_a_padded_batch_whose_padding_is_seen_is_caught(make_trainer: MakeTrainer) -> None:
@@ -203,8 +201,7 @@ def by_hand(trainer: Any) -> float:
     return max(float((one - other).norm() / other.norm()) for one, other in zip(together, alone, strict=True))
 
 
-OLD = [("gpt2", "sdpa", False), ("opt", "varlen", False), ("opt", "sdpa", True), ("bloom", "eager", True)]
-OLD += [("mpt", "eager", True), ("falcon", "sdpa", True), ("mamba", "eager", True)]
+OLD = [("gpt2", "sdpa", False), ("opt", "varlen", False), ("opt", "sdpa", True), ("mamba", "eager", True)]
 
 
 @pytest.mark.parametrize(("name", "function", "leaks"), OLD)
@@ -236,7 +233,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("function", "training"), [("varlen", True), ("sdpa", False), ("eager", True)])
+@pytest.mark.parametrize(("function", "training"), [("varlen", True), ("sdpa", False)])
 def test_nothing_is_left_behind(function: str, training: bool, make_trainer: MakeTrainer) -> None:
     """Also where the model fails."""
     trainer = make_trainer("qwen2", function)
@@ -267,29 +264,26 @@ def test_models_with_adapters_are_probed_without_their_dropout(make_trainer: Mak
 
 @pytest.mark.parametrize(
     "documents",
-    [drawn(2, 2), drawn(2, 32, 2), [np.array([7, 8])] * DOCUMENTS, [np.array([9] * 20)] * DOCUMENTS],
-    ids=["two", "three", "equal", "one token"],
+    [drawn(2, 2), [np.array([9] * 20)] * DOCUMENTS],
+    ids=["two", "one token"],
 )
-def test_short_few_and_equal_documents_are_enough(documents: list[np.ndarray], make_trainer: MakeTrainer) -> None:
-    """Also where all hold one token only: another is taken, so that a leak has something to show."""
+def test_few_and_equal_documents_are_enough(documents: list[np.ndarray], make_trainer: MakeTrainer) -> None:
+    """Where all hold one token only, another is taken, so that a leak has something to show."""
     passed(make_trainer("qwen2", "varlen"), "varlen", documents)
     refused(probe(altered(make_trainer("qwen2", "sdpa"), position_ids=counted_on), documents, True), "sdpa")
 
 
-@pytest.mark.parametrize("function", ["varlen", "sdpa"])
-def test_a_state_that_is_not_a_number_is_refused(function: str, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer("qwen2", function)
+def test_a_state_that_is_not_a_number_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("qwen2", "varlen")
     with torch.no_grad():
         trainer.model.model.norm.weight.fill_(float("nan"))
-    assert "The initial weights" in refused(probe(trainer, USUAL, True), function)
+    assert "The initial weights" in refused(probe(trainer, USUAL, True), "varlen")
 
 
 def test_the_limits_refuse_what_is_no_number_and_allow_experts_more_than_a_dense_model() -> None:
     for number in (float("nan"), float("inf")):
         for moved, differ in ((number, 0.0), (0.0, number)):
             refused(Probe(moved, differ, {}, False, False, torch.float32, False), "sdpa")
-    overflowed = Probe(math.nan, math.nan, {}, False, False, torch.float16, False, finite_alone=False)
-    assert "overflow fp16 (infinite or NaN) before step 1. Set train.precision=fp32" in refused(overflowed, "sdpa")
     check_probe(Probe(0.02, 0.0, {}, False, False, torch.bfloat16, True), "varlen", packed=True)
     refused(Probe(0.02, 0.0, {}, False, False, torch.bfloat16, False), "varlen")
 

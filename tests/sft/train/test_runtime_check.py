@@ -120,12 +120,9 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
     "overrides",
     [
         [],
-        ["data.packing=false", "train.micro_batch_size=2"],
-        ["model.attn_implementation=sdpa", "train.precision=bf16"],
+        ["data.packing=false", "train.micro_batch_size=2", "model.attn_implementation=sdpa", "train.precision=bf16"],
         ["model.attn_implementation=eager", "train.gradient_checkpointing=true"],
-        ["model.lora={}", "train.precision=bf16", "train.gradient_checkpointing=true"],
         ["model.lora={}", "model.quantization=nf4", "train.precision=bf16", "train.gradient_checkpointing=true"],
-        ["model.lora={}", "model.quantization=int8"],
     ],
     ids=" ".join,
 )
@@ -160,12 +157,10 @@ def with_zero(stage: str) -> Plan:
     return lambda job: replace(engine(job), deepspeed=load_deepspeed(stage))
 
 
-def on_two_ranks(engine: str) -> Plan:
-    return lambda job: replace(as_planned(engine=engine)(job), hardware=replace(CPU, ranks=2, ranks_per_node=2))
+def on_two_ranks(job: Job) -> Job:
+    return replace(as_planned(engine="DDP")(job), hardware=replace(CPU, ranks=2, ranks_per_node=2))
 
 
-TWO = {"processes": ("2", "1")}
-ZERO_2 = {"engine": ("ZeRO-2", "one process"), "sharded": ("optimizer, gradients", "nothing")}
 ZERO_3 = {
     "engine": ("ZeRO-3", "one process"),
     "sharded": ("optimizer, gradients, parameters", "nothing"),
@@ -179,10 +174,8 @@ NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, store
 @pytest.mark.parametrize(
     ("planned", "overrides", "expected"),
     [
-        (with_zero("zero2"), [], ZERO_2),
         (with_zero("zero3_offload"), [], ZERO_3),
-        (on_two_ranks("DDP"), [], TWO | {"engine": ("DDP", "one process")}),
-        (on_two_ranks("FSDP"), [], TWO | {"engine": ("FSDP", "one process")}),
+        (on_two_ranks, [], {"processes": ("2", "1"), "engine": ("DDP", "one process")}),
         (as_planned(kernels="liger"), [], {"kernels": ("liger", "none")}),
         (
             as_planned(attention="varlen_fa3"),
@@ -193,19 +186,8 @@ NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, store
         (as_planned(gradient_checkpointing=True), [], {"gradient_checkpointing": ("3 of 3 layers, full", "off")}),
         (as_planned(precision="bf16"), [], {"precision": ("bf16", "fp32")}),
         (with_section("data", packing=True), ["data.packing=false"], {"packing": ("on", "off")}),
-        (
-            with_section("model", quantization="nf4"),
-            ["model.lora={}"],
-            {"quantization": (f"nf4, double{STORED}", "none")},
-        ),
         (with_section("model", quantization=None), NF4, {"quantization": ("none", f"nf4, double{STORED} (21 layers)")}),
         (with_section("model", quantization="fp4"), NF4, {"quantization": (f"fp4, double{STORED}", "(21 layers)")}),
-        (with_section("model", quantization="int8"), NF4, {"quantization": ("int8", "(21 layers)")}),
-        (
-            as_planned(precision="bf16"),
-            NF4,
-            {"quantization": (f"nf4, double{STORED[:-7]}bfloat16", "float32 (21 layers)")},
-        ),
         (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16, alpha 32", "0 adapters")}),
     ],
     ids=lambda value: None if callable(value) else str(value),
@@ -220,8 +202,8 @@ def test_a_plan_that_does_not_run_is_refused(
         assert differing[name][1].endswith(running)
 
 
-def other_attention(name: str) -> Alter:
-    return lambda trainer: trainer.model.set_attn_implementation(name)
+def use_eager(trainer: Any) -> None:
+    trainer.model.set_attn_implementation("eager")
 
 
 def one_layer(trainer: Any) -> None:
@@ -244,23 +226,16 @@ def compute_all_logits(trainer: Any) -> None:
 @pytest.mark.parametrize(
     ("alter", "expected"),
     [
-        (other_attention("sdpa"), {"attention": ("varlen", "sdpa in 3 layers")}),
-        (other_attention("eager"), {"attention": ("varlen", "the model's own")}),
+        (use_eager, {"attention": ("varlen", "the model's own")}),
         (one_layer, {"attention": ("varlen", "varlen in 2 layers, sdpa in 1 layers")}),
         (keep_cache, {"use_cache": ("off", "on")}),
         (compute_all_logits, {"loss": ("TRL's fused head", "all logits, then cross-entropy")}),
     ],
-    ids=["sdpa", "eager", "one layer", "cache", "logits"],
 )
 def test_a_model_that_computes_in_another_way_is_refused(
     alter: Alter, expected: dict[str, tuple[str, str]], read: Read
 ) -> None:
     assert wrong(read(before=alter)) == expected
-
-
-def test_a_flash_attention_that_was_not_planned_is_refused(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
-    assert wrong(read()) == {"flash_attention": ("torch's own", "FA3")}
 
 
 def swap_kernel(trainer: Any) -> None:
@@ -313,7 +288,6 @@ def train_the_base(trainer: Any) -> None:
         (swap_kernel, [], {"kernels": ("none", "liger: 1 Qwen2RMSNorm")}),
         (swap_optimizer, [], {"optimizer": ("AdamW on fp32", "SGD on fp32")}),
         (change_learning_rate, [], {"learning_rate": ("1e-05", "0.5")}),
-        (swap_optimizer, ["train.optim=muon"], {"optimizer": ("MuonAdamW on fp32", "SGD on fp32")}),
         (swap_optimizer, ["train.optim=adamw_8bit"], {"optimizer": ("AdamW, 8-bit on fp32", "SGD on fp32")}),
         (another_lion, ["train.optim=lion"], {"optimizer_arguments": (LION, "(0.9, 0.999)")}),
         (change_schedule, [], {"lr_scheduler": (COSINE.format(0), "num_warmup_steps=7")}),
@@ -327,20 +301,6 @@ def train_the_base(trainer: Any) -> None:
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
         (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16, alpha 32", "")}),
     ],
-    ids=[
-        "kernel",
-        "optimizer",
-        "learning rate",
-        "muon",
-        "8-bit",
-        "betas",
-        "schedule",
-        "micro-batch",
-        "accumulation",
-        "dtype",
-        "frozen",
-        "base",
-    ],
 )
 def test_live_objects_that_are_not_as_planned_are_refused(
     alter: Alter, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read
@@ -349,12 +309,6 @@ def test_live_objects_that_are_not_as_planned_are_refused(
     assert differing.keys() == expected.keys()
     for name, (planned, running) in expected.items():
         assert differing[name][0] == planned and running in differing[name][1]
-
-
-def test_weights_in_another_dtype_are_refused_with_their_optimizer(read: Read) -> None:
-    differing = wrong(read(after=lambda trainer: trainer.model.to(torch.bfloat16)))
-    assert differing["weights"] == ("fp32", "bf16")
-    assert differing["optimizer"][1].startswith("AdamW on bf16")
 
 
 def test_weights_that_the_model_keeps_in_fp32_are_no_mismatch(read: Read) -> None:
@@ -384,16 +338,11 @@ def test_noise_and_smoothing_are_read_from_the_live_trainer(read: Read) -> None:
     assert wrong(removed) == {"neftune_noise_alpha": ("5.0", "None")}
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"cpu_offload": False}, "nothing"),
-        ({"cpu_offload": True}, "optimizer on cpu"),
-        ({"offload_optimizer": False, "offload_param": False}, "nothing"),
-        ({"offload_optimizer": True, "swap_optimizer": True, "offload_param": False}, "optimizer on nvme"),
-        ({"offload_optimizer": False, "offload_param": True}, "parameters on cpu"),
-    ],
-)
-def test_what_deepspeeds_optimizer_keeps_off_the_gpu(values: dict[str, bool], expected: str) -> None:
-    zero_3 = {"swap_optimizer": False, "params_in_nvme_and_cpu": False} if "offload_param" in values else {}
-    assert offloaded(types.SimpleNamespace(**zero_3 | values)) == expected
+def test_what_deepspeeds_optimizer_keeps_off_the_gpu() -> None:
+    zero_2 = types.SimpleNamespace(cpu_offload=True)
+    zero_3 = types.SimpleNamespace(
+        offload_optimizer=True, swap_optimizer=True, offload_param=True, params_in_nvme_and_cpu=False
+    )
+    assert offloaded(zero_2) == "optimizer on cpu"
+    assert offloaded(zero_3) == "optimizer on nvme, parameters on cpu"
+    assert offloaded(None) == "nothing"
