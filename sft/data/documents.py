@@ -38,10 +38,6 @@ class RowError(Exception):
         self.row, self.reason, self.remedy = row, reason, remedy
 
 
-class _RefusedRow(ValueError):
-    """A row with a finding that the recipe refuses."""
-
-
 @dataclass
 class Counts:
     """The rows and tokens of one source, and what became no document."""
@@ -188,7 +184,7 @@ class DocumentMaker:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if self.data.on_bad_row == "error":
                 raise RowError(row, str(error), "Correct or remove the row, or set data.on_bad_row=drop.") from None
-            chunk.drop("refused" if isinstance(error, _RefusedRow) else "bad_row", row)
+            chunk.drop("bad_row", row)
 
     # From a row to text
 
@@ -216,7 +212,7 @@ class DocumentMaker:
             chunk.find(kind, number)
         if refused:
             meanings = ", ".join(FINDINGS[kind].meaning for kind in refused)
-            raise _RefusedRow(f"{meanings} (data.refuse: {', '.join(refused)})")
+            raise ValueError(f"{meanings} (data.refuse: {', '.join(refused)})")
         has_special = "special_tokens" in found
         if isinstance(example, Text):
             item = self._text(example, escape, has_special)

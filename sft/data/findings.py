@@ -34,8 +34,9 @@ class Finding:
 
 
 FINDINGS = {
-    "bad_row": Finding("a row that cannot be read or rendered; dropped (data.on_bad_row=drop)"),
-    "refused": Finding("a row with a finding that data.refuse names; dropped"),
+    "bad_row": Finding(
+        "a row that cannot be read or rendered, or that data.refuse names; dropped (data.on_bad_row=drop)"
+    ),
     "function": Finding("a row that data.function leaves out; dropped"),
     "zero_weight": Finding("a row of weight 0 (`weight`, `loss_weight`, `sample_weight`); dropped"),
     "no_answer": Finding("no answer to train on; dropped"),

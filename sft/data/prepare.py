@@ -27,7 +27,7 @@ from sft.data.formats import check_format, row_format, unread_columns
 from sft.data.ledger import make_ledger
 from sft.data.mixture import Mixture, mix
 from sft.data.packing import pack
-from sft.data.prepared import Prepared, entry_folder, find_prepared
+from sft.data.prepared import Prepared, entry_folder, find_prepared, hash_of
 from sft.data.sources import all_sources, open_source, place, under_key
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
@@ -147,7 +147,6 @@ class _Preparation:
             for number, (key, source) in enumerate(all_sources(recipe)):
                 with under_key(key):
                     self._read(number, key, source, writer)
-            digests = writer.digests()
         documents = DocumentStore.open(self.folder).documents
         mixture = mix(documents, recipe.sources, recipe.data)
         if recipe.data.held_out is not None and len(documents) and not mixture.held_out.any():
@@ -160,7 +159,8 @@ class _Preparation:
         lengths = documents["length"][train.members].astype(float)
         packs = len(train) if recipe.data.packing else None
         ledger = make_ledger(self.names, self.formats, self.counts, documents, mixture, packs, recipe.sequence_length)
-        parts = [*digests.values(), train.digest(), held_out.digest()]
+        digests = [hash_of(self.folder / f"{name}.bin") for name in ("tokens", "trained", "documents")]
+        parts = [*digests, train.digest(), held_out.digest()]
         files = sorted(file.name for file in self.folder.iterdir())
         return {
             "fingerprint": sha256("".join(parts).encode()).hexdigest(),

@@ -89,7 +89,7 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
 
     Raises DataError where a source does not exist.
     """
-    return Path(recipe.output_dir).expanduser().resolve() / ".prepared" / _key(recipe, model, _hash_of)
+    return Path(recipe.output_dir).expanduser().resolve() / ".prepared" / _key(recipe, model, hash_of)
 
 
 def data_key(recipe: Recipe, model: ModelFacts) -> str:
@@ -100,20 +100,20 @@ def data_key(recipe: Recipe, model: ModelFacts) -> str:
     return _key(recipe, model, _hash_of_ends)
 
 
-def _key(recipe: Recipe, model: ModelFacts, hash_of: Callable[[Path], str]) -> str:
+def _key(recipe: Recipe, model: ModelFacts, hash_data: Callable[[Path], str]) -> str:
     folder, template = Path(model.path), recipe.model.chat_template
     files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
     sources: list[Any] = []
     for key, source in all_sources(recipe):
         with under_key(key):
-            sources.append([key, source.model_dump(mode="json"), _content(source, recipe.output_dir, hash_of)])
+            sources.append([key, source.model_dump(mode="json"), _content(source, recipe.output_dir, hash_data)])
     package = Path(__file__).parents[1]
     code = sorted(file for name in ("data", "hub") for file in (package / name).glob("*.py"))
     parts = {
         # pack_length None and max_length are the same packs.
         "data": recipe.data.model_dump(mode="json", exclude=_LIMITS) | {"pack_length": recipe.sequence_length},
         "sources": sources,
-        "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
+        "tokenizer": {file.name: hash_of(file) for file in files if not file.name.endswith(".index.json")},
         "model": None if folder.is_dir() else [model.path, model.commit or _this_start()],
         "chat_template": find_chat_template(template) if template else None,
         "tokens": recipe.model.model_dump(
@@ -121,16 +121,16 @@ def _key(recipe: Recipe, model: ModelFacts, hash_of: Callable[[Path], str]) -> s
         ),
         "functions": code_hashes(recipe, "data"),
         "packages": {name: version(name) for name in _PACKAGES},
-        "code": {str(file.relative_to(package)): _hash_of(file) for file in code},
+        "code": {str(file.relative_to(package)): hash_of(file) for file in code},
     }
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _content(source: Source, output_dir: str, hash_of: Callable[[Path], str]) -> Any:
+def _content(source: Source, output_dir: str, hash_data: Callable[[Path], str]) -> Any:
     files = source_files(source, output_dir)
     if files is None:
         return hub_commit(source) or _this_start()
-    return [(str(file), suffix_of(file), hash_of(file)) for file in files]
+    return [(str(file), suffix_of(file), hash_data(file)) for file in files]
 
 
 def _this_start() -> str:
@@ -138,14 +138,14 @@ def _this_start() -> str:
     return os.environ.setdefault("SFT_START", uuid4().hex)
 
 
-def _hash_of(file: Path) -> str:
+def hash_of(file: Path) -> str:
+    """SHA-256 of a file, computed once in a process for each state of it."""
     state = file.stat()
     return _hash_once(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
 
 
 @cache
 def _hash_once(file: Path, *state: int) -> str:
-    """The hash of a file, once in a process for each state of it."""
     with file.open("rb") as content:
         return file_digest(content, "sha256").hexdigest()
 

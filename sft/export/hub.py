@@ -35,14 +35,6 @@ _BRANCH = re.compile(r"[A-Za-z0-9](?:[\w./-]*\w)?")
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json"]
 """Weights of an earlier upload go in the commit that brings new ones: shards of two models would be one folder."""
 
-_REMEDIES = {
-    401: "the token is not valid. Log in again (hf auth login) or set HF_TOKEN",
-    403: "the token may not write there. Use one that may: https://huggingface.co/settings/tokens",
-    404: "the repository does not exist, or the token does not see it",
-    413: "a file is too large",
-    429: "too many requests. Try again in some minutes",
-}
-
 
 def upload(run: Run, arguments: argparse.Namespace) -> None:
     """Check, list and upload, as the command line says. Raises UserError where something is wrong, or the hub does not take it."""
@@ -191,8 +183,12 @@ def _explain(error: BaseException, api: Any, repo_id: str) -> str | None:
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code if error.response is not None else 0
-        unknown = "the hub has a problem. Try again later" if status >= 500 else error.server_message or line
-        return f"{repo_id}: the hub answers {status}: {_REMEDIES.get(status, unknown)}."
+        remedy = (
+            "Try again later."
+            if status == 429 or status >= 500
+            else "Check what your token may do: https://huggingface.co/settings/tokens."
+        )
+        return f"{repo_id}: the hub answers {status}: {error.server_message or line}. {remedy}"
     if isinstance(error, ConnectionError | TimeoutError) or type(error).__module__.startswith(("httpx", "httpcore")):
         return f"The hub, {api.endpoint}, cannot be reached or hung up: {line}."
     return None

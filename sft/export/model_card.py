@@ -126,25 +126,8 @@ def metadata(source: Exported, license_id: str | None) -> Any:
         base_model=base if is_hub_id(base) else None,
         datasets=list(datasets) or None,
         library_name="transformers",
-        license=license_id or _base_license(source),
+        license=license_id,
         model_name=source.title,
         pipeline_tag="text-generation",
         tags=["sft", "trl", *(["lora"] if recipe.model.lora is not None else [])],
     )
-
-
-def _base_license(source: Exported) -> str | None:
-    """The license in the base's own card, if that is on this machine."""
-    from huggingface_hub import ModelCard, try_to_load_from_cache
-
-    card = Path(source.base_path) / CARD
-    if is_hub_id(source.base.name_or_path) and not Path(source.base_path).is_dir():
-        cached = try_to_load_from_cache(source.base.name_or_path, CARD, revision=source.base.revision)
-        card = Path(str(cached))
-    if not card.is_file():
-        return None
-    try:
-        found = ModelCard.load(card).data.license
-    except (ValueError, TypeError, OSError):  # somebody else's card
-        return None
-    return found if isinstance(found, str) else None

@@ -191,21 +191,10 @@ class Train(Optimization):
     trainer_args: Annotated[dict[str, JsonValue], _UNKNOWN] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, validated against it. Fields that the plan decides are refused."""
 
-    @field_validator("on_nonfinite", mode="before")
+    @field_validator("max_time")
     @classmethod
-    def _without_rewind(cls, value: object) -> object:
-        if value == "rewind":
-            raise ValueError(
-                "rewind was removed: use skip to train on without the step, or stop to look at its samples first"
-            )
-        return value
-
-    @field_validator("max_time", mode="before")
-    @classmethod
-    def _max_time_has_a_unit(cls, value: object) -> object:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ValueError(f"{value} has no unit: write {value:g}m for minutes, or {value:g}s for seconds")
-        if isinstance(value, str):
+    def _is_a_duration(cls, value: str | None) -> str | None:
+        if value is not None:
             parse_duration(value)
         return value
 
@@ -269,8 +258,6 @@ class Train(Optimization):
 
     @model_validator(mode="after")
     def _one_engine(self) -> Train:
-        if self.deepspeed == "auto":
-            raise ValueError("deepspeed=auto is now train.parallel: auto. Remove deepspeed and set that")
         engines = {"parallel": self.parallel, "deepspeed": self.deepspeed, "fsdp": self.fsdp}
         given = [name for name, value in engines.items() if value is not None]
         tensor, sequence = self.tensor_parallel_size, self.sequence_parallel_size

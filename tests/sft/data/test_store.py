@@ -42,16 +42,6 @@ def test_documents_are_read_as_they_were_written_whatever_the_chunks(folder: Pat
             start, number = stop, number + 1
 
 
-def test_documents_are_mapped_and_cannot_be_changed(folder: Path) -> None:
-    with DocumentWriter(folder) as writer:
-        assert len(DocumentStore.open(folder).starts) == 0
-        writer.write(*chunk([4]))
-    store = DocumentStore.open(folder)
-    assert isinstance(store.tokens, np.memmap)
-    with pytest.raises(ValueError, match="read-only"):
-        store.document(0)[0][0] = 1
-
-
 def test_starts_beyond_two_gigabytes_are_no_negative_numbers(folder: Path) -> None:
     """The lengths alone: 3 x 2**30 tokens are too many to write here."""
     documents = np.zeros(4, DOCUMENT)

@@ -33,9 +33,7 @@ def run(tmp_path: Path, demo: Demo) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "name", ["../../../x", "../x", "/tmp/x", "a/b", "..", ".hidden", "a\nrm", "\x1b[2J", "a\u202eb", 7, ["a"]]
-)
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "..", ".hidden", "a\nrm", "a\u202eb", 7])
 def test_a_recipes_name_in_run_json_is_a_files_name(
     name: object, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
