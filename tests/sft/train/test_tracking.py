@@ -97,7 +97,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_installs_it(
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     (tmp_path / "trackio").mkdir()  # a folder that a tracker wrote here is no package
-    with pytest.raises(RunError, match="report_to=trackio: trackio is not installed.*pip install"):
+    with pytest.raises(RunError, match=r"report_to=trackio: trackio is not installed.*pip install"):
         check_trackers(Tracking(report_to=("trackio",)))
 
 
