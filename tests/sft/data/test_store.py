@@ -42,16 +42,6 @@ def test_documents_are_read_as_they_were_written_whatever_the_chunks(folder: Pat
             start, number = stop, number + 1
 
 
-def test_starts_beyond_two_gigabytes_are_no_negative_numbers(folder: Path) -> None:
-    """The lengths alone: 3 x 2**30 tokens are too many to write here."""
-    documents = np.zeros(4, DOCUMENT)
-    documents["length"] = 2**30
-    documents.tofile(folder / "documents.bin")
-    (folder / "tokens.bin").touch()
-    (folder / "trained.bin").touch()
-    assert DocumentStore.open(folder).starts.tolist() == [0, 2**30, 2**31, 3 * 2**30]
-
-
 def test_an_index_gives_each_sequence_its_documents(folder: Path) -> None:
     index = SequenceIndex(np.array([4, 2, 0, 1, 3]), np.array([2, 3, 5]))
     index.save(folder / "train.npz")
