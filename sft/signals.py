@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from sft import terminal
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
@@ -42,16 +41,6 @@ _STARTED_BY = (
 
 Act = Callable[[signal.Signals, bool], None]
 """Called in another thread with a signal, and whether it is the second one."""
-
-
-class Interruptible(Protocol):
-    """What a stop request interrupts: a run."""
-
-    def record(self, interrupted: Interrupted) -> str:
-        """Record the interruption, and return what the next start does, as a sentence."""
-
-    def clean_up(self) -> None:
-        """Remove what is half written, just before the process ends."""
 
 
 def exit_status(number: int) -> int:
@@ -90,7 +79,8 @@ class _Listener:
         self._first_at = 0.0
         self._holds = self._ignores = self._raised = False
         self._act: Act = self._stop_after_the_step
-        self._interruptible: Interruptible | None = None
+        self._record: Callable[[Interrupted], str] = lambda _: "The same command starts again, or resumes."
+        self._clean_up: Callable[[], None] = lambda: None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -183,8 +173,7 @@ class _Listener:
     def _end_now(self) -> None:
         first = self._first or signal.SIGTERM
         self.report(Interrupted(first.name, exit_status(first)))
-        if self._interruptible is not None:
-            self._interruptible.clean_up()
+        self._clean_up()
         os._exit(exit_status(first))
 
     def asked(self) -> signal.Signals | None:
@@ -214,16 +203,15 @@ class _Listener:
             for number in self._handlers_before:
                 signal.signal(number, signal.SIG_DFL)
 
-    def interrupts(self, interruptible: Interruptible) -> None:
-        """Name what records an interruption from here on."""
+    def interrupts(self, record: Callable[[Interrupted], str], clean_up: Callable[[], None]) -> None:
+        """From here on `record` records an interruption and returns what the next start does, as a sentence; before the process is ended
+        at once, `clean_up` removes what is half written."""
         if self._listens:
-            self._interruptible = interruptible
+            self._record, self._clean_up = record, clean_up
 
     def report(self, interrupted: Interrupted) -> None:
         """Record the interruption, and print one line: what happened, and what the next start does."""
-        next_start = "The same command starts again, or resumes."
-        if self._interruptible is not None:
-            next_start = self._interruptible.record(interrupted)
+        next_start = self._record(interrupted)
         parent_reports = os.environ.get(_STARTED_BY) == str(os.getppid())
         if parent_reports or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
             return

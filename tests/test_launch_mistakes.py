@@ -97,9 +97,9 @@ def test_a_mistake_in_the_environment_is_one_message(environment: str, value: st
     ("environment", "value", "remedy"),
     [
         ("NPROC=8", "on a machine with 2 visible GPUs", "at most one for each GPU"),
-        ("CUDA_VISIBLE_DEVICES=0,0", "CUDA_VISIBLE_DEVICES=0,0 names a GPU twice", "Name each once"),
-        ("CUDA_VISIBLE_DEVICES=0,1,5", "there is no GPU 5 here", "has 2, counted from 0. Name those"),
-        ("CUDA_VISIBLE_DEVICES=GPU-cccc", "there is no GPU GPU-cccc here", "has 2, counted from 0. Name those"),
+        ("CUDA_VISIBLE_DEVICES=0,0", "CUDA_VISIBLE_DEVICES=0,0: CUDA would not show all", "each once"),
+        ("CUDA_VISIBLE_DEVICES=0,1,5", "CUDA_VISIBLE_DEVICES=0,1,5", "this machine has 2, counted from 0"),
+        ("CUDA_VISIBLE_DEVICES=GPU-cccc", "CUDA_VISIBLE_DEVICES=GPU-cccc", "this machine has 2, counted from 0"),
     ],
 )
 def test_a_mistake_about_the_gpus_is_one_message(environment: str, value: str, remedy: str, tell: Tell) -> None:

@@ -67,7 +67,7 @@ MISTAKES = TYPOS | {
     "a task that runs code": Mistake(
         "eval.tasks=[humaneval]", ("`humaneval` runs Python code that the model writes", "confirm_run_unsafe_code=true")
     ),
-    "an output_dir that is a file": Mistake("output_dir=rows.jsonl", ("output_dir=rows.jsonl", "is not a folder")),
+    "an output_dir that is a file": Mistake("output_dir=rows.jsonl", ("output_dir=rows.jsonl", "Not a directory")),
     "an output_dir where nothing can be made": Mistake("output_dir=/proc/x", ("output_dir=/proc/x: /proc",)),
     "an output_dir with a variable": Mistake("output_dir=$RUNS/x", ("output_dir=$RUNS/x", "not expanded")),
     "a plan with the trainer's own keys": Mistake(

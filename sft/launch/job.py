@@ -122,13 +122,11 @@ def _check_output_dir(output_dir: str) -> None:
             folder = folder.parent
         # Permissions do not tell of /proc, a quota, or a server that gives root no rights: make something.
         Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
-    except NotADirectoryError:
-        why = "is not a folder"
     except (OSError, RuntimeError, ValueError) as error:
-        why = f"cannot be written ({getattr(error, 'strerror', None) or error})"
-    else:
-        return
-    raise RunError(f"output_dir={output_dir}: {folder} {why}. Set output_dir to a place that can be written.")
+        why = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"output_dir={output_dir}: {folder} cannot be written ({why}). Set output_dir to a place that can be written."
+        ) from None
 
 
 def check_tasks_during(recipe: Recipe) -> None:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft import signals
 from sft.checkpoint.manifest import read_manifest
 from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
 from sft.data.prepared import Prepared
@@ -31,7 +30,7 @@ from sft.recipe.changes import Change, check_allowed_changes, differences, not_a
 from sft.recipe.local_code import code_hashes, copy_code
 from sft.recipe.schema import Recipe
 from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run, check_beside_latest
-from sft.run.record import InterruptibleRun, installed_versions, record_start
+from sft.run.record import installed_versions, record_interruptions, record_start
 from sft.run.trust import OWN_RUN, base_changes
 from sft.terminal import forget_failure
 
@@ -238,16 +237,9 @@ def _make(folder: Path, name: str | None) -> Run:
     started = time.strftime("%Y%m%d-%H%M%S")
     # Two jobs may start in one second.
     for candidate in [name] if name else [started, *(f"{started}-{number}" for number in range(2, 100))]:
-        run = Run(folder / candidate)
-        try:
-            run.checkpoints.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunError(
-                f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
-            ) from None
-        return run
+        with suppress(FileExistsError):
+            (folder / candidate / "checkpoints").mkdir(parents=True)
+            return Run(folder / candidate)
     raise _name_is_taken(folder / (name or started))
 
 
@@ -289,7 +281,7 @@ def _open(job: Job) -> OpenedRun:
     check_same_data(job, prepared.fingerprint)
     unfinished = unfinished_run(job)
     run = claim_directory(job)
-    signals.interrupts(InterruptibleRun(run))
+    record_interruptions(run)
     resumes = (run.path / "run.json").exists()
     choice = choose_checkpoint(run) if resumes else Choice(None, {})
     missing = None

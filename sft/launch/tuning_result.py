@@ -20,7 +20,7 @@ from sft.run.record import installed_versions
 
 _FOLLOWS = """
     gradient_checkpointing micro_batch_size gradient_accumulation_steps empty_sequences_per_step learning_rate memory
-    documents_per_step trained_tokens_per_step steps_per_epoch max_steps warmup_steps time disk
+    steps_per_epoch max_steps warmup_steps time disk
 """.split()
 """Decisions of the plan that are tuned, or that move neither time nor memory of a forward and backward pass."""
 

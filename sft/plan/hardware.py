@@ -108,7 +108,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def check_visible_gpus() -> None:
-    """Refuse a CUDA_VISIBLE_DEVICES that names a GPU twice or one that is not there (PlanError): CUDA would use those before it.
+    """Refuse a CUDA_VISIBLE_DEVICES of which CUDA would show a part only (PlanError).
 
     `-1` and an empty value hide all GPUs and are no mistake.
     """
@@ -116,20 +116,14 @@ def check_visible_gpus() -> None:
     named = _entries(visible)
     if named[:1] in ([], ["-1"], ["NoDevFiles"]):
         return
-    devices = _devices()
-    if not devices:
+    if not (devices := _devices()):
         return
-    if len(set(named)) < len(named):
-        raise PlanError(f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice. Name each once.")
-    found = {entry: _matching(entry, devices) for entry in named}
-    if unknown := [entry for entry, device in found.items() if device is None]:
+    found = [_matching(entry, devices) for entry in named]
+    slices = any(device and device.uuid.startswith("MIG-") for device in found)
+    if len(set(named)) < len(named) or None in found or (slices and len(named) > 1):
         raise PlanError(
-            f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {', '.join(unknown)} here; this machine has {len(devices)}, counted from 0. "
-            "Name those that are there, or unset it for all."
-        )
-    if len(named) > 1 and any(device and device.uuid.startswith("MIG-") for device in found.values()):
-        raise PlanError(
-            f"CUDA_VISIBLE_DEVICES={visible}: CUDA shows a process one slice of a GPU (MIG) and nothing beside it. Name one slice."
+            f"CUDA_VISIBLE_DEVICES={visible}: CUDA would not show all of them. Name GPUs that are there (this machine has {len(devices)}, "
+            "counted from 0), each once, or one slice of a GPU (MIG)."
         )
 
 

@@ -66,5 +66,3 @@ def optimizer_refusals(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedF
         # It looks at rows and columns of matrices, or at blocks of one weight: of a shard it would compute something else.
         where = deepspeed.path.name if deepspeed else "train.fsdp"
         yield f"{key} looks at whole weights, and with {where} each rank steps on shards. Set train.optim to adamw or lion."
-    if recipe.train.tensor_parallel_size > 1:
-        yield f"{key} with train.tensor_parallel_size={recipe.train.tensor_parallel_size} is untested. Set train.optim=adamw."

@@ -81,8 +81,6 @@ class Plan:
     neftune_noise_alpha: Decision[float]
     """0: no noise."""
     label_smoothing_factor: Decision[float]
-    documents_per_step: Decision[float | None]
-    trained_tokens_per_step: Decision[int | None]
     steps_per_epoch: Decision[int | None]
     max_steps: Decision[int | None]
     """Optimizer steps; None until the data is counted."""
@@ -100,9 +98,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """The values that every rank must share; not the expectations of the data, which may be estimates."""
-        estimates = (
-            "documents_per_step trained_tokens_per_step steps_per_epoch max_steps warmup_steps time disk".split()
-        )
+        estimates = "steps_per_epoch max_steps warmup_steps time disk".split()
         return {one["name"]: one["value"] for one in self.decisions() if one["name"] not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:

@@ -47,31 +47,20 @@ def resolve_weights(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
 ) -> Decision[str]:
     """What the trained weights are kept in."""
-    zero = deepspeed is not None and deepspeed.stage > 0
-    rows = (
-        (
-            recipe.model.lora is not None,
-            f"{recipe.model.quantization or precision}, frozen",
-            f"adapters are trained beside them: {recipe.model.lora.words if recipe.model.lora else ''}",
-        ),
-        (precision == "fp32", "fp32", "the precision"),
-        (zero, MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which is sharded over the ranks"),
-        (deepspeed is not None, precision, "DeepSpeed without ZeRO decides about a copy"),
-        (precision == "fp16", "fp32", "fp16 by autocast"),
-        (
-            resolve_fsdp(recipe, hardware) is not None,
-            "fp32",
-            "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16",
-        ),
-        (
-            recipe.train.optim != "adamw",
-            "fp32",
-            f"{recipe.train.optim} steps on the weights themselves; bf16 by autocast",
-        ),
-        (hardware.ranks == 1, MASTER, "AdamW steps on the copy, which keeps what bf16 would round away"),
-        (True, "fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks"),
-    )
-    return next(Decision(value, reason) for applies, value, reason in rows if applies)
+    if (lora := recipe.model.lora) is not None:
+        kept = f"{recipe.model.quantization or precision}, frozen"
+        return Decision(kept, f"adapters are trained beside them: {lora.words}")
+    if precision == "fp32":
+        return Decision("fp32", "the precision")
+    if deepspeed is not None and deepspeed.stage > 0:
+        return Decision(MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, sharded over the ranks")
+    if deepspeed is not None:
+        return Decision(precision, "DeepSpeed without ZeRO decides about a copy")
+    if resolve_fsdp(recipe, hardware) is not None:
+        return Decision("fp32", "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16")
+    if hardware.ranks == 1 and precision == "bf16" and recipe.train.optim == "adamw":
+        return Decision(MASTER, "AdamW steps on the copy, which keeps what bf16 would round away")
+    return Decision("fp32", f"the optimizer steps on the weights themselves; {precision} by autocast")
 
 
 def quant_storage(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str) -> str:

@@ -17,22 +17,76 @@ from sft.plan.schedule import decay_steps
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Ways to divide a layer that were trained and compared with one process."""
 
+UNTESTED = {
+    "tensor parallel": "sequence parallel, fsdp, lora, new tokens, freeze, compile, fp16, smoothing, noise, optimizer",
+    "sequence parallel": "compile, smoothing, noise, loss_type",
+    "pipeline": "modules_to_save, quantization, own code, new rows, compile, fp16, optimizer, smoothing, noise, best, trainer_args",
+    "zero3": "compile, dora, decomposed, modules_to_save, int8, selective lora",
+    "nvme": "best",
+    "fsdp": "fp16, new rows, dora, decomposed, modules_to_save, int8",
+    "quantization": "compile, decomposed",
+    "int8": "dora",
+    "freeze": "lora",
+    "smoothing": "loss_type",
+    "selective": "eager",
+}
+"""What does not work together, or was never compared with a training that is known to be right; the words are those of `_used`."""
+
+
+def _used(case: Case) -> dict[str, str]:
+    """What the recipe uses of all that does not work with everything, as a person writes it."""
+    train, model, lora = case.recipe.train, case.recipe.model, case.recipe.model.lora
+    stage, selective = case.deepspeed and case.deepspeed.stage, train.gradient_checkpointing == "selective"
+    rows = {
+        "tensor parallel": (train.tensor_parallel_size > 1, f"train.tensor_parallel_size={train.tensor_parallel_size}"),
+        "sequence parallel": (
+            train.sequence_parallel_size > 1,
+            f"train.sequence_parallel_size={train.sequence_parallel_size}",
+        ),
+        "pipeline": (train.pipeline_parallel_size > 1, f"train.pipeline_parallel_size={train.pipeline_parallel_size}"),
+        "zero3": (stage == 3, f"train.deepspeed={case.file}"),
+        "nvme": (case.deepspeed is not None and case.deepspeed.offload == "nvme", f"train.deepspeed={case.file}"),
+        "fsdp": (case.fsdp is not None, "train.fsdp"),
+        "fp16": (case.plan.precision.value == "fp16", "train.precision=fp16"),
+        "optimizer": (train.optim != "adamw", f"train.optim={train.optim}"),
+        "smoothing": (train.label_smoothing_factor > 0, "train.label_smoothing_factor"),
+        "noise": (bool(train.neftune_noise_alpha), "train.neftune_noise_alpha"),
+        "loss_type": (train.trainer_args.get("loss_type", "nll") != "nll", "train.trainer_args.loss_type"),
+        "trainer_args": (bool(train.trainer_args), "train.trainer_args"),
+        "best": (train.load_best_model_at_end, "train.load_best_model_at_end=true"),
+        "selective": (selective, "train.gradient_checkpointing=selective"),
+        "selective lora": (selective and lora is not None, "train.gradient_checkpointing=selective and model.lora"),
+        "eager": (case.plan.attention.value == "eager", "model.attn_implementation=eager"),
+        "compile": (model.compile, "model.compile=true"),
+        "freeze": (bool(model.freeze), "model.freeze"),
+        "new tokens": (bool(model.new_tokens), "model.new_tokens"),
+        "new rows": (bool(model.new_tokens and lora), "model.new_tokens and model.lora"),
+        "own code": (model.trust_remote_code and case.model.config is None, "model.trust_remote_code=true"),
+        "quantization": (model.quantization is not None, f"model.quantization={model.quantization}"),
+        "int8": (model.quantization == "int8", "model.quantization=int8"),
+        "lora": (lora is not None, "model.lora"),
+        "dora": (bool(lora and lora.use_dora), "model.lora.use_dora=true"),
+        "decomposed": (
+            bool(lora and lora.takes_from_base),
+            f"model.lora.init_lora_weights={lora and lora.init_lora_weights}",
+        ),
+        "modules_to_save": (bool(lora and lora.modules_to_save), "model.lora.modules_to_save"),
+    }
+    return {word: shown for word, (is_used, shown) in rows.items() if is_used}
+
 
 def refuse(case: Case) -> None:
     """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
+    used = _used(case)
     problems = [
-        *_numbers(case),
-        *_schedule(case),
-        *_best_checkpoint(case),
-        *rope_refusals(case.recipe, case.model),
-        *_regularization(case),
-        *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
-        *_precision(case),
-        *_layers(case),
-        *_quantization(case),
-        *_fsdp(case),
+        f"{used[one]} with {used[other]} does not work, or is untested. Change one of them."
+        for one, others in UNTESTED.items()
+        for other in others.split(", ")
+        if one in used and other in used
     ]
-    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case), *pipeline_refusals(case)]
+    problems += [*_numbers(case), *_schedule(case), *rope_refusals(case.recipe, case.model)]
+    problems += [*optimizer_refusals(case.recipe, case.hardware, case.deepspeed), *_precision(case), *_layers(case)]
+    problems += [*_quantization(case), *_tensor_parallel(case), *_sequence_parallel(case), *pipeline_refusals(case)]
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -61,28 +115,6 @@ def _schedule(case: Case) -> Iterator[str]:
         )
 
 
-def _best_checkpoint(case: Case) -> Iterator[str]:
-    if case.recipe.train.load_best_model_at_end and case.deepspeed is not None and case.deepspeed.offload == "nvme":
-        yield (
-            f"train.load_best_model_at_end=true, and {case.file} offloads to NVMe: DeepSpeed loads no checkpoint then. Set it to false, "
-            "or offload to cpu."
-        )
-
-
-def _regularization(case: Case) -> Iterator[str]:
-    train = case.recipe.train
-    smoothing, noise = f"train.label_smoothing_factor={train.label_smoothing_factor:g}", "train.neftune_noise_alpha"
-    if train.label_smoothing_factor and train.trainer_args.get("loss_type", "nll") != "nll":
-        yield f"{smoothing} is for loss_type nll only. Remove it, or loss_type from train.trainer_args."
-    if train.tensor_parallel_size > 1 or train.sequence_parallel_size > 1:
-        keys = {
-            smoothing: train.label_smoothing_factor,
-            f"{noise}={train.neftune_noise_alpha}": train.neftune_noise_alpha,
-        }
-        for key in (key for key, is_set in keys.items() if is_set):
-            yield f"{key} is untested where ranks share a batch. Remove it, or set the parallel size to 1."
-
-
 def _precision(case: Case) -> Iterator[str]:
     wanted, gpu = case.recipe.train.precision, case.hardware.gpu
     if wanted == "bf16" and gpu is not None and not has_bf16(gpu):
@@ -99,25 +131,19 @@ def _precision(case: Case) -> Iterator[str]:
 
 
 def _layers(case: Case) -> Iterator[str]:
-    model, mode = case.recipe.model, case.recipe.train.gradient_checkpointing
-    is_zero_3 = case.deepspeed is not None and case.deepspeed.stage == 3
-    if model.compile and is_zero_3:
-        yield (
-            f"model.compile=true, and {case.file} is ZeRO-3, which gathers each weight by hooks inside the layers: they would be compiled "
-            "in many pieces. Set model.compile=false, or train.deepspeed=zero2."
-        )
     unfit = case.hardware.gpu is not None and kernels_problem(case.recipe, case.hardware, case.model)
-    if model.kernels == "liger" and unfit:
+    if case.recipe.model.kernels == "liger" and unfit:
         yield f"model.kernels=liger, and {unfit}. Set model.kernels=auto."
-    selective = "train.gradient_checkpointing=selective does not work with {}. Set it to true."
-    if mode == "selective" and case.plan.attention.value == "eager":
-        yield selective.format("model.attn_implementation=eager, whose attention is not one operator")
-    if mode == "selective" and model.lora is not None and is_zero_3:
-        yield selective.format("model.lora under ZeRO-3, for which TRL needs reentrant checkpointing")
-    if mode == "offload" and case.hardware.gpu is None:
+    if case.recipe.train.gradient_checkpointing == "offload" and case.hardware.gpu is None:
         yield (
             "train.gradient_checkpointing=offload moves activations from a GPU to the CPU's memory, and there is no GPU here. Set it to "
             "true or auto."
+        )
+    ranks, per_node = case.hardware.ranks, case.hardware.ranks_per_node
+    if case.fsdp and case.fsdp.sharding_strategy == "hybrid_shard" and (per_node == 1 or ranks % per_node):
+        yield (
+            "train.fsdp.sharding_strategy=hybrid_shard shards the model within a node and replicates it across nodes, and there are "
+            f"{ranks} processes, {per_node} on this node. Start as many on each, at least two, or set it to full_shard."
         )
 
 
@@ -133,72 +159,15 @@ def _quantization(case: Case) -> Iterator[str]:
         return
     if not case.hardware.has_bitsandbytes:
         yield f"{key} is bitsandbytes', which is not installed. Install it: pip install -e '.[qlora]'. Or set model.quantization=null."
-    if model.compile:
-        yield f"{key} with model.compile=true is untested. Set model.compile=false."
     if case.model.linear_parameters is not None and case.model.linear_parameters < case.model.body_parameters / 2:
         yield (
             f"{key}, and only {case.model.linear_parameters:,} of this model's {case.model.parameters:,} weights are in linear layers; "
             "bitsandbytes leaves the others, such as fused experts, as they are. Set model.quantization=null."
         )
-    if model.lora is not None and model.lora.takes_from_base:
-        yield (
-            f"{key} with model.lora.init_lora_weights={model.lora.init_lora_weights}: what is left of the base would be rounded again. Set "
-            "model.lora.init_lora_weights=true, or model.quantization=null."
-        )
-    if model.quantization == "int8" and model.lora is not None and model.lora.use_dora:
-        yield f"{key} with model.lora.use_dora=true: peft cannot copy int8 weights, as DoRA must. Set model.quantization=nf4."
-    if (sharded := _shards_weights(case)) and model.quantization == "int8":
-        yield f"{key} with {sharded}: the scales of int8 weights cannot be sharded. Set model.quantization=nf4, or use DDP or zero2."
-
-
-def _shards_weights(case: Case) -> str:
-    """What shards the weights, in words; empty where each rank has them all."""
-    if case.deepspeed is not None and case.deepspeed.stage == 3:
-        return case.file
-    return "train.fsdp" if case.fsdp is not None else ""
-
-
-def _adapters(case: Case) -> Iterator[str]:
-    model, sharded = case.recipe.model, _shards_weights(case)
-    if model.lora is None:
-        return
-    if model.freeze:
-        yield "model.freeze with model.lora: beside adapters all of the base stays as it is. Leave one of them out."
-    if sharded:
-        keys = {
-            "use_dora=true": model.lora.use_dora,
-            f"init_lora_weights={model.lora.init_lora_weights}": model.lora.takes_from_base,
-            "modules_to_save": bool(model.lora.modules_to_save),
-        }
-        for name in (name for name, is_set in keys.items() if is_set):
-            yield f"model.lora.{name} with {sharded} is untested: it needs full weights. Train on DDP or with train.deepspeed=zero2."
-
-
-def _fsdp(case: Case) -> Iterator[str]:
-    fsdp, model = case.fsdp, case.recipe.model
-    ranks, per_node = case.hardware.ranks, case.hardware.ranks_per_node
-    if fsdp is None:
-        return
-    if case.plan.precision.value == "fp16":
-        yield (
-            "train.precision=fp16 with train.fsdp: fp16 needs its loss scaled, which is not built for sharded weights. Set "
-            "train.precision=bf16 where the GPU has it, else fp32; or leave train.fsdp out and set train.deepspeed=zero3."
-        )
-    if model.new_tokens and model.lora is not None:
-        yield (
-            "model.new_tokens with model.lora under train.fsdp: peft trains single rows of the embeddings, and each rank has a shard only. "
-            "Leave train.fsdp out, set train.deepspeed=zero2, or train all weights: model.lora=null."
-        )
-    if fsdp.sharding_strategy == "hybrid_shard" and (per_node == 1 or ranks % per_node):
-        yield (
-            "train.fsdp.sharding_strategy=hybrid_shard shards the model within a node and replicates it across nodes, and there are "
-            f"{ranks} processes, {per_node} on this node. Start as many on each, at least two, or set it to full_shard."
-        )
 
 
 def _tensor_parallel(case: Case) -> Iterator[str]:
-    recipe, train, model, ranks = case.recipe, case.recipe.train, case.model, case.hardware.ranks
-    size = train.tensor_parallel_size
+    model, ranks, size = case.model, case.hardware.ranks, case.recipe.train.tensor_parallel_size
     key = f"train.tensor_parallel_size={size}"
     if size == 1:
         return
@@ -218,17 +187,6 @@ def _tensor_parallel(case: Case) -> Iterator[str]:
     heads, widths = (model.num_attention_heads, model.num_key_value_heads), (model.intermediate_size, model.vocab_size)
     if uneven := ", ".join(str(count) for count in (*heads, *widths) if count and count % size):
         yield f"{key} must divide the model's attention heads, feed-forward width and vocabulary, and does not divide {uneven}."
-    switches = {
-        "model.lora (leave it out)": recipe.model.lora is not None,
-        "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
-        "model.freeze (leave it out)": bool(recipe.model.freeze),
-        "train.fsdp (leave it out)": train.fsdp is not None,
-        "train.sequence_parallel_size (set it to 1)": train.sequence_parallel_size > 1,
-        "model.compile (set it to false)": recipe.model.compile,
-        "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
-    }
-    if found := ", ".join(name for name, is_set in switches.items() if is_set):
-        yield f"{key} does not work, or is untested, with {found}."
     yield from _across_nodes(case, key, size)
 
 
@@ -249,10 +207,6 @@ def _sequence_parallel(case: Case) -> Iterator[str]:
     yield from _lost_masks(case, key)
     if recipe.data.packing and case.plan.micro_batch_size.value > 1:
         yield f"{key} shares one pack at a time, and train.micro_batch_size is {case.plan.micro_batch_size.value}. Set it to 1."
-    if recipe.model.compile:
-        yield f"{key} is untested with model.compile=true. Set that to false."
-    if recipe.train.trainer_args.get("loss_type", "nll") != "nll":
-        yield f"{key} works with the plain loss only. Remove loss_type from train.trainer_args."
     yield from _across_nodes(case, key, size)
 
 

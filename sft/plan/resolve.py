@@ -62,8 +62,7 @@ def resolve_plan(
     checkpointing = resolve_checkpointing(recipe, hardware, deepspeed, tuned)
     memory_with = partial(_memory_with, recipe, hardware, model, deepspeed, checkpointing.value, attention.value)
     micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned, memory_with)
-    expected = _expectations(recipe, batch.value, data)
-    warmup = resolve_warmup(recipe, expected["max_steps"].value)
+    steps_per_epoch, max_steps = _steps(recipe, batch.value, data)
     estimate = memory_with(micro.value)
     plan = Plan(
         engine=resolve_engine(recipe, hardware, model, deepspeed),
@@ -89,12 +88,13 @@ def resolve_plan(
         rope_scaling=resolve_rope(recipe, model),
         optimizer=resolve_optimizer(recipe),
         lr_scheduler_type=_as_stated(recipe, "lr_scheduler_type"),
-        warmup_steps=warmup,
+        warmup_steps=resolve_warmup(recipe, max_steps.value),
         neftune_noise_alpha=Decision(
             recipe.train.neftune_noise_alpha or 0.0, stated(recipe.train, "neftune_noise_alpha")
         ),
         label_smoothing_factor=_as_stated(recipe, "label_smoothing_factor"),
-        **expected,
+        steps_per_epoch=steps_per_epoch,
+        max_steps=max_steps,
     )
     return _checked(Case(recipe, hardware, model, deepspeed, plan, data))
 
@@ -136,30 +136,15 @@ def _as_stated(recipe: Recipe, key: str) -> Decision[Any]:
     return Decision(getattr(recipe.train, key), stated(recipe.train, key))
 
 
-def _expectations(recipe: Recipe, sequences: int, data: DataFacts | None) -> dict[str, Decision[Any]]:
-    """Documents and target tokens per step, and the number of steps."""
+def _steps(recipe: Recipe, sequences: int, data: DataFacts | None) -> tuple[Decision[int | None], Decision[int | None]]:
+    """Optimizer steps of an epoch, and of the run."""
     steps, epochs = recipe.train.max_steps, recipe.train.num_train_epochs
     max_steps: Decision[int | None] = Decision(steps, "the recipe" if steps else "known when the data is prepared")
     if data is None:
-        unknown = Decision(None, "known when the data is prepared")
-        names = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch")
-        return dict.fromkeys(names, unknown) | {"max_steps": max_steps}
-    how, about = ("counted", "") if data.exact else ("estimated from the first rows", "about ")
+        return Decision(None, "known when the data is prepared"), max_steps
+    how = "counted: " if data.exact else "estimated from the first rows: about "
     per_epoch = sequences_per_epoch(recipe, data)
     epoch_steps = max(1, ceil(per_epoch / sequences))
     if not steps:
-        plural = "" if epochs == 1 else "s"
-        max_steps = Decision(ceil(epochs * epoch_steps), f"{epochs:g} epoch{plural} x {epoch_steps} steps")
-    mean = data.tokens / data.documents
-    return {
-        "documents_per_step": Decision(
-            round(data.documents * sequences / per_epoch, 1),
-            f"{how}: {about}{data.documents} documents of {mean:.0f} tokens on average",
-        ),
-        "trained_tokens_per_step": Decision(
-            round(data.trained_tokens * sequences / per_epoch),
-            f"{how}: {about}{data.trained_tokens} of {data.tokens} tokens are trained",
-        ),
-        "steps_per_epoch": Decision(epoch_steps, f"{how}: {about}{per_epoch} sequences / {sequences}, rounded up"),
-        "max_steps": max_steps,
-    }
+        max_steps = Decision(ceil(epochs * epoch_steps), f"{epochs:g} epoch(s) x {epoch_steps} steps")
+    return Decision(epoch_steps, f"{how}{per_epoch} sequences / {sequences}, rounded up"), max_steps

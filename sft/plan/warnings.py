@@ -85,7 +85,7 @@ def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]
 
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:
-    train, lora = recipe.train, recipe.model.lora
+    train = recipe.train
     if train.min_lr_ratio and train.lr_scheduler_type not in ENDS_ABOVE_ZERO:
         yield (
             f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with "
@@ -93,7 +93,3 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
         )
     if train.adam_beta1 > train.adam_beta2:
         yield f"train.adam_beta1={train.adam_beta1:g} is above train.adam_beta2={train.adam_beta2:g}: were they swapped?"
-    if train.weight_decay > 2:
-        yield f"train.weight_decay={train.weight_decay:g} is far from the usual 0 to 0.1."
-    if lora is not None and lora.lora_alpha > 64 * lora.r:
-        yield f"model.lora.lora_alpha={lora.lora_alpha:g} is far from the usual: 1 to 2 times model.lora.r."
