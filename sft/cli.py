@@ -120,14 +120,14 @@ def sft() -> None:
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
 @click.option("--model", metavar="FOLDER|HUB_ID", help="The model to train (default: a small, open one).")
 @click.option("--gpus", metavar="8x80GB", help="The GPUs to write it for (default: this machine).")
-@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, if their names do not tell.")
+@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, if their names do not say.")
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="The recipe (default: DATA's name)."
 )
 def init(
     data: str, words: tuple[str, ...], model: str | None, gpus: str | None, columns: str | None, output: Path | None
 ) -> None:
-    """Inspect a dataset and write a ready-to-run recipe, with a reason for each value.
+    """Inspect a dataset and write a ready-to-run recipe. Each value has its reason beside it.
 
     DATA is a file (.csv, .json, .jsonl, .parquet, .arrow), a folder, a pattern or a dataset on the hub. An eval split and a task made
     from it go to a folder next to the recipe. KEY=VALUE fixes a key of the recipe; the rest follows from it.
@@ -171,7 +171,7 @@ def train(
     rows: int | None,
     max_restarts: int,
 ) -> None:
-    """Train a recipe, evaluate base and tuned model, and write a report.
+    """Train a recipe, evaluate base and tuned model, write a report.
 
     RECIPE is a YAML file, or the folder of a run: an unfinished run resumes, a finished one is trained again in a new run.
 
@@ -220,7 +220,7 @@ def plan(
 @_recipe_arguments
 @click.option("-n", "--rows", metavar="N", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
 def show(words: tuple[str, ...], rows: int) -> None:
-    """Show rows as the model gets them, the token ledger and the findings.
+    """Show rows as the model gets them, token ledger and findings.
 
     \b
       sft show recipes/tiny.yaml
@@ -256,7 +256,7 @@ def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> No
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON: tool, carried, changed, dropped.")
 def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> None:
-    """Convert a training config of another tool to a recipe, and account for each of its keys.
+    """Convert another tool's training config to a recipe. Accounts for each of its keys.
 
     FILE is a config of trl, the alignment-handbook, axolotl, LLaMA-Factory or torchtune, or transformers' TrainingArguments as JSON.
     Exit status: 0 converted, 2 refused.
@@ -273,7 +273,7 @@ def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) ->
 @sft.command("eval", **COMMAND)
 @click.argument("words", nargs=-1, required=True, metavar="RUN|MODEL [KEY=VALUE]...", type=click.Path())
 def evaluate(words: tuple[str, ...]) -> None:
-    """Evaluate a run's base and tuned model with the same settings and compare them, or evaluate any one model.
+    """Evaluate a run, or any model. A run's base and tuned model get the same settings, and are compared.
 
     \b
       sft eval outputs/tiny/latest
@@ -301,7 +301,7 @@ def chat(words: tuple[str, ...]) -> None:
 @sft.command(**PASSED_ON)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def export(words: tuple[str, ...]) -> None:
-    """Export a run's model: merged, for vLLM, for Ollama, or to the hub."""
+    """Export a run's model: merged, for vLLM, Ollama or the hub."""
     _become("sft.export", words)
 
 

@@ -1,6 +1,7 @@
 """Turns rows of the common dataset formats into what is rendered: a conversation, plain text, or tokens.
 
-To add a format, write a function that reads a row and add it to FORMATS; `data.train.format` in sft/recipe/data.py lists the names.
+To add a format, write a function that reads a row and add it to FORMATS. `Source.format` and `Column` in sft/recipe/data.py list the names
+of formats and of their columns.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class Format:
     """A row has all of these."""
 
     optional: set[str]
+    """Columns that it reads too; any other is reported as unread."""
+
     read: Callable[[Row, Data, Source], Example]
     has_completion: bool = False
     """Whether the answer is apart from the prompt, as data.loss_on=completion needs."""
