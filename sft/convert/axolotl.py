@@ -122,11 +122,6 @@ quantization.* -- the finished model is not quantized: what serves it can do tha
 """
 
 
-def _batch(c: Conversion, key: str, value: Any) -> Any:
-    total = as_whole(c.get("batch_size"))
-    return total if total else training.batch("micro_batch_size", 1)(c, key, value)
-
-
 def _eos_token(c: Conversion, key: str, value: Any) -> str:
     tokens = as_list(value)
     if len(tokens) > 1 or c.get("special_tokens.eos_token") is not None:
@@ -188,7 +183,7 @@ AXOLOTL = training.SHARED | training.rows(
         "model.freeze": _freeze,
         "excess_length_strategy": {"drop": "drop", "truncate": "truncate", "raise": "error"},
         "train_on_inputs": {"true": "all", "false": "auto"},
-        "train.global_batch_size": _batch,
+        "train.global_batch_size": training.batch("micro_batch_size", 1, "batch_size"),
         "saves_per_epoch": _save_strategy,
         "tracking.report_to": _tracker,
     },

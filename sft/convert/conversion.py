@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from sft.errors import UserError
 from sft.recipe.schema import Recipe
-from sft.recipe.section import Section, sections_in
+from sft.recipe.section import section_at
 
 
 class ConversionError(UserError):
@@ -104,14 +104,11 @@ def refusal(key: str, value: Any) -> str:
     """Why a recipe does not take this value for this key; empty if it does."""
     if isinstance(value, float) and not isfinite(value):
         return f"{key} does not take {value}: it should be a finite number"
-    schema: type[Section] = Recipe
     *parents, name = key.split(".")
-    for part in parents:
-        inner = list(sections_in(schema.model_fields[part].annotation)) if part in schema.model_fields else []
-        if not inner:
-            return "" if part in schema.model_fields else f"a recipe has no key {key}"
-        schema = inner[0]
-    if name not in schema.model_fields:
+    schema, above = section_at(Recipe, parents), section_at(Recipe, parents[:-1])
+    if schema is None and above is not None and parents[-1] in above.model_fields:
+        return ""  # a key of a mapping, such as train.trainer_args
+    if schema is None or name not in schema.model_fields:
         return f"a recipe has no key {key}"
     try:
         schema.model_validate_json(json.dumps({name: value}, default=str))

@@ -116,11 +116,6 @@ def _pissa(c: Conversion, key: str, value: Any) -> str:
     return "pissa" if rounds < 0 else f"pissa_niter_{int(rounds)}"
 
 
-def _global_batch(c: Conversion, key: str, value: Any) -> Any:
-    total = as_whole(c.get("global_batch_size"))
-    return total if total else training.batch("micro_batch_size", 1)(c, key, value)
-
-
 _TRANSLATIONS: dict[str, Translation] = {
     "data.train": lambda c, key, value: value,
     "flash_attn": {"fa2": "auto", "fa3": "auto", "sdpa": "sdpa", "auto": "auto", "disabled": "eager"},
@@ -138,7 +133,9 @@ _TRANSLATIONS: dict[str, Translation] = {
     "model.lora.init_lora_weights": _pissa,
 }
 _V0_ROWS = trl.TRAINER | training.rows(_BOTH + _V0, _TRANSLATIONS)
-_V1_ROWS = trl.TRAINER | training.rows(_BOTH + _V1, _TRANSLATIONS | {"train.global_batch_size": _global_batch})
+_V1_ROWS = trl.TRAINER | training.rows(
+    _BOTH + _V1, _TRANSLATIONS | {"train.global_batch_size": training.batch("micro_batch_size", 1, "global_batch_size")}
+)
 LLAMA_FACTORY = _V1_ROWS | _V0_ROWS
 
 _STAGES = {"pt": "pretraining", "rm": "reward modelling", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}

@@ -96,15 +96,17 @@ _STRATEGIES = {name: name for name in ("full_shard", "shard_grad_op", "hybrid_sh
 _BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience")
 
 
-def batch(per_gpu: str, default: int) -> Translate:
-    """How the sequences per GPU become the global batch of a recipe.
+def batch(per_gpu: str, default: int, total: str = "") -> Translate:
+    """How the sequences per GPU become the global batch of a recipe, unless the file gives that under the name `total`.
 
     Raises:
         ConversionError: (When it translates.) The number of GPUs is missing or does not divide.
     """
     sharing = "tensor_parallel_size context_parallel_size sequence_parallel_degree tensor_parallel_dim context_parallel_dim".split()
 
-    def translate(c: Conversion, key: str, value: Any) -> Changed:
+    def translate(c: Conversion, key: str, value: Any) -> Any:
+        if whole := as_whole(c.get(total)):
+            return whole
         size, steps = as_whole(c.get(per_gpu, default)), as_whole(c.get("gradient_accumulation_steps", 1))
         if size is None or steps is None:
             raise ConversionError(
@@ -252,17 +254,12 @@ _OPTIMIZERS = {
 
 
 def _optimizer(c: Conversion) -> tuple[str, str]:
+    """The optimizer and what differs, once the engine is known: 8-bit states are not sharded."""
     theirs = "muon" if is_true(c.get("use_muon")) else str(c.get("optim", c.get("optimizer", "adamw"))).lower()
     name, why = _OPTIMIZERS.get(theirs, (theirs, ""))
     if name.endswith("8bit") and ("train.deepspeed" in c.settings or "train.fsdp" in c.settings):
         return "adamw", "its 8-bit states cannot be sharded; fp32 ones are, and take more memory"
     return name, why
-
-
-def _optimizer_name(c: Conversion, key: str, value: Any) -> Any:
-    """The optimizer, once the engine is known: 8-bit states are not sharded."""
-    name, why = _optimizer(c)
-    return Changed(name, why)
 
 
 def _adam(c: Conversion, key: str, value: Any) -> Any:
@@ -347,7 +344,7 @@ _TRANSLATIONS: dict[str, Translation] = {
     "train.min_lr_ratio": _last_rate,
     "train.warmup_steps": _warmup,
     "train.warmup_ratio": _warmup,
-    "train.optim": _optimizer_name,
+    "train.optim": lambda c, key, value: Changed(*_optimizer(c)),
     **dict.fromkeys(("train.adam_beta1", "train.adam_beta2", "train.adam_epsilon"), _adam),
     "data.held_out": _held_out,
     **dict.fromkeys((f"train.{name}" for name in _BEST), _best),

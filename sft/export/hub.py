@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +48,9 @@ def upload(run: Run, arguments: argparse.Namespace) -> None:
         api = HfApi()
         _check_account(api, repo_id, arguments.public)
     for done, (branch, source) in enumerate(branches.items()):
-        with _folder(source, arguments.license, repo_id) as folder:
+        # Beside the run, where the weights can be links and take no room.
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=run.path.parent, ignore_cleanup_errors=True) as place:
+            folder = _made(source, Path(place), arguments.license, repo_id)
             print(f"{repo_id}, branch {branch}:\n{_listing(folder)}", flush=True)
             if api is not None:
                 so_far = f"{done} of {len(branches)} branches are complete. The same command continues."
@@ -97,22 +98,14 @@ def _branches(run: Run, step: int | None, steps: str | None, revision: str | Non
     return {revision or MAIN: find_exported(run, step), **branches}
 
 
-@contextmanager
-def _folder(source: Exported, license_id: str | None, repo_id: str) -> Iterator[Path]:
-    """The folder of a branch. Beside the run, where its weights can be links and take no room."""
+def _made(source: Exported, place: Path, license_id: str | None, repo_id: str) -> Path:
+    """The folder of a branch, with its card."""
 
     def finish(folder: Path, tokenizer: Any) -> None:
         write_card(source, folder, tokenizer, license_id, repo_id)
 
-    try:
-        place = Path(tempfile.mkdtemp(prefix=".export-", dir=source.run.path.parent))
-    except OSError:  # a run on a read-only disk
-        place = Path(tempfile.mkdtemp(prefix="sft-export-"))
-    try:
-        make_folder(source, place / source.name, finish, link=True)
-        yield place / source.name
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    make_folder(source, place / source.name, finish, link=True)
+    return place / source.name
 
 
 def _listing(folder: Path) -> str:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe.other_tools import other_tool
-from sft.recipe.schema import SCHEMA_VERSION, SHIPPED, Recipe, Section, Source
-from sft.recipe.section import sections_in
+from sft.recipe.schema import SCHEMA_VERSION, SHIPPED, Recipe, Source
+from sft.recipe.section import section_at, sections_in
 
 _REMOVED_FINDINGS = {"answer_in_question", "repeated_system", "base64", "carriage_return", "held_out_near"}
 """Values that `data.refuse` and `data.allow` once took. Recipes that name them still load, and a line says so."""
@@ -266,10 +266,7 @@ _OTHER_NAMES = {
 def _hint(path: list[str]) -> str:
     """What was probably meant by an unknown key."""
     *parents, name = path
-    schema: type[Section] = Recipe
-    for part in parents:
-        field = schema.model_fields.get(part)
-        schema = next(sections_in(field.annotation), schema) if field else schema
+    schema = section_at(Recipe, [part for part in parents if not part.isdigit()]) or Recipe
     known, other = list(schema.model_fields), _OTHER_NAMES.get(name, "")
     if other.split("`")[0] in known:
         hint = f"; here it is `{other}`"
