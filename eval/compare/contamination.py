@@ -170,9 +170,8 @@ def check_contamination(
     """Count the documents of each task that the run's training data holds, as eval.contamination wants it.
 
     Returns:
-        `ngram`, and for each of `tasks` how many `documents` it has, how many were `found`, how many are too short to search for
-        (`too_short`), and the scores without those that were found. Where the data is gone `tasks` is empty, and `reason` says so.
-        None where the recipe does not want it.
+        `ngram`, and for each of `tasks` how many `documents` it has, how many were `found`, and how many are too short to search for
+        (`too_short`). Where the data is gone `tasks` is empty, and `reason` says so. None where the recipe does not want it.
     """
     if wanted is False:
         return None
@@ -195,26 +194,11 @@ def check_contamination(
         search.scan(some)
     hits = search.found()
     tasks: dict[str, Any] = {}
-    for metric in deciding:
-        inside = parts[metric.row["task"]]
-        mine = {place: places[text] for place, text in texts.items() if place[0] in inside}
-        found = {
-            leaf: {document for (of, document), text in mine.items() if of == leaf and hits[text]} for leaf in inside
-        }
-        tasks[metric.row["task"]] = {
+    for task, inside in parts.items():
+        mine = [places[text] for (leaf, _), text in texts.items() if leaf in inside]
+        tasks[task] = {
             "documents": len(mine),
-            "found": sum(map(len, found.values())),
-            "too_short": int(search.too_short[list(mine.values())].sum()),
-            **_scores_without(metric, found),
+            "found": int(hits[mine].sum()),
+            "too_short": int(search.too_short[mine].sum()),
         }
     return {"ngram": size, "tasks": tasks}
-
-
-def _scores_without(metric: Metric, found: dict[str, set[int]]) -> Results:
-    """The scores on the documents that were not found; nothing where none was, or the score is no sum over documents."""
-    scores = metric.paired.scores(found) if metric.paired is not None and any(found.values()) else None
-    if scores is None:
-        return {}
-    base, tuned = scores.tolist()
-    without = {"base_without": base, "tuned_without": tuned, "difference_without": tuned - base}
-    return {"metric": metric.row["metric"], **without}

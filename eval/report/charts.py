@@ -124,7 +124,6 @@ def chart(
     *,
     x_label: str = "optimizer step",
     from_zero: bool = False,
-    verticals: Sequence[float] = (),
 ) -> dict[str, Any]:
     """A chart for the page, with its SVG.
 
@@ -134,15 +133,12 @@ def chart(
         curves: At least one.
         x_label: What x counts.
         from_zero: Whether the y axis begins at 0.
-        verticals: x of dashed lines.
     """
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {unit}", "font.size": 9}
     with style.context("default"), rc_context(settings | {"path.simplify_threshold": 0.5}):
         figure = Figure(figsize=(5, 2.8), layout="constrained")
         axes = figure.subplots()
         _draw(axes, [one for one in curves if len(one.x)], from_zero)
-        for x in verticals:
-            axes.axvline(x, color=_GREY, linewidth=1, linestyle="--")
         axes.set_xlabel(x_label, color=_GREY)
         file = StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

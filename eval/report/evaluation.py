@@ -123,14 +123,11 @@ def _contamination(searched: Part | None) -> list[Block]:
         return [text("The training data was not searched for documents of the tasks.")]
     if searched.get("reason"):
         return [text(f"The training data could not be searched for documents of the tasks: {searched['reason']}")]
-    rows = []
-    for task, counts in searched["tasks"].items():
-        without = score(counts.get("difference_without"), "+") if counts["found"] else "-"
-        numbers = [number(counts.get(key)) for key in ("documents", "found", "too_short")]
-        rows.append([task, *numbers, without])
-    head = ["Task", "Documents", "Found", "Too short to tell", "Difference without those found"]
+    keys = ("documents", "found", "too_short")
+    rows = [[task, *(number(counts.get(key)) for key in keys)] for task, counts in searched["tasks"].items()]
+    head = ["Task", "Documents", "Found", "Too short to tell"]
     sentence = f"Documents of the tasks that share a {searched['ngram']}-gram with the training data:"
-    return [text(sentence), table(head, rows, range(1, 5))]
+    return [text(sentence), table(head, rows, range(1, 4))]
 
 
 def _conditions(comparison: Part, recipe: Recipe | None) -> Block:

@@ -48,25 +48,19 @@ def training_blocks(files: RunFiles) -> list[Block]:
     values["Time to train"] += f" (planned: {words(time)})" if time else ""
     if files.comparison:
         values["Time to evaluate"] = duration(files.at("timings.evaluate_seconds"))
-    steps = [str(one.get("checkpoint")).rpartition("-")[2] for one in (files.at("sessions") or [])[1:]]
-    resumed_at = [int(step) for step in steps if step.isdecimal()]
-    blocks = [Block("curve", "loss.png"), Block("charts", _training_charts(files, resumed_at))]
-    if resumed_at:
-        shown = ", ".join(map(number, resumed_at))
-        blocks.append(text(f"Resumed after step {shown} (dashed lines). A step that was repeated is shown once."))
-    return [*blocks, facts(values)]
+    return [Block("curve", "loss.png"), Block("charts", _training_charts(files)), facts(values)]
 
 
 def _planned(files: RunFiles, name: str) -> object:
     return next((one["value"] for one in files.decisions if one["name"] == name), None)
 
 
-def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, Any]]:
+def _training_charts(files: RunFiles) -> list[dict[str, Any]]:
     eval_loss, before = series_of(files.metrics, "held_out_loss", "eval loss", 1), files.at("held_out_loss_before")
     if is_number(before) and len(eval_loss.x):
         eval_loss = Series("eval loss", np.insert(eval_loss.x, 0, 0.0), np.insert(eval_loss.y, 0, before), 1)
     losses = [*with_mean(series_of(files.metrics, "loss", "loss at each logged step")), eval_loss]
-    charts = [chart("Loss", "", losses, verticals=resumed_at)]
+    charts = [chart("Loss", "", losses)]
     for title, unit, key in (
         ("Learning rate", "", "learning_rate"),
         ("Gradient norm", "before clipping", "grad_norm"),
@@ -76,7 +70,7 @@ def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, A
     ):
         series = series_of(files.metrics, key, title.lower())
         if len(series.x):
-            charts.append(chart(title, unit, [series], from_zero=True, verticals=resumed_at))
+            charts.append(chart(title, unit, [series], from_zero=True))
     return charts
 
 

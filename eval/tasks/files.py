@@ -68,14 +68,11 @@ _TextLoader.add_constructor("!function", lambda _, node: _Function(node.value))
 
 
 def _values(value: object) -> Iterator[object]:
-    """A value and everything in it; a YAML anchor may have put it inside itself."""
-    left, seen = [value], set[int]()
-    while left:
-        value = left.pop()
-        yield value
-        if isinstance(value, (dict, list)) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
+    """A value and everything in it."""
+    yield value
+    if isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _values(one)
 
 
 def _metrics(config: dict[str, Any]) -> list[str]:
@@ -147,10 +144,7 @@ class LocalTasks:
         except (OSError, UnicodeDecodeError) as error:
             raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            mark = getattr(error, "problem_mark", None)
-            place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-            reason = getattr(error, "problem", None) or str(error)
-            raise EvaluationError(f"{path} is not a valid task file:\n  {place}{reason}") from None
+            raise EvaluationError(f"{path} is not a valid task file: {error}") from None
         if not isinstance(config, dict):
             raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
         if not path.is_relative_to(_lm_eval_folder()):  # what is installed is trusted

@@ -67,12 +67,6 @@ def test_by_evidence_only_what_is_shown_fails_and_what_cannot_be_shown(verdict: 
     assert judged(gate, row("arc", 0.5, tuned, verdict))["passed"] is passed
 
 
-def test_a_score_that_is_required_is_reached_or_told() -> None:
-    assert judged({"require": {"gsm8k": 0.4}}, row("gsm8k", 0.1, 0.4))["passed"]
-    failed = judged({"require": {"gsm8k": 0.4}}, row("gsm8k", 0.1, 0.39))
-    assert failed["failures"] == ["gsm8k (acc): the tuned model has 0.3900; at least 0.4 is required."]
-
-
 def test_a_metric_that_does_not_decide_can_be_named_and_is_judged_alone() -> None:
     strict = row("gsm8k", 0.5, 0.5, metric="exact_match", filter="strict")
     alone = {"verdict": None, "decides": False, "interval_95": [-0.4, -0.2], "too_few": False}

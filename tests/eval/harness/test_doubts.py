@@ -21,17 +21,10 @@ Rows = list[dict[str, Any]]
 
 NUMBERS = [{"question": f"Number {n}?", "answer": str(n)} for n in range(8)]
 LETTER = {"until": ["\n"], "max_gen_toks": 1}
-REGEX = [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "#### ([0-9]+)"}, {"function": "take_first"}]}]
-
 
 TASKS: dict[str, tuple[Rows, dict[str, Any], tuple[str, ...]]] = {
     "my_sound_letters": (NUMBERS, {"generation_kwargs": LETTER}, ()),
     "my_cut": (NUMBERS, {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}, ("cut off at max_gen_toks",)),
-    "my_unfound": (
-        NUMBERS,
-        {"generation_kwargs": LETTER, "filter_list": REGEX},
-        ("the filters of my_unfound find nothing",),
-    ),
 }
 
 
@@ -45,7 +38,7 @@ def test_what_can_hardly_be_meant_is_told_and_nothing_else(
     settings = resolve_settings(evaluation, selection, reference, on_gpu=False)
     loaded = load_tasks(selection, settings, False, tmp_path / "log")
     target, output = Target("tuned", str(tuned_model)), tmp_path / "tuned"
-    evaluate_model(target, reference.tokenizer, loaded, settings, output, tmp_path / "log", Placement(0, "a test"))
+    evaluate_model(target, reference.tokenizer, loaded, settings, output, tmp_path / "log", Placement(0))
     told = json.loads((output / "results.json").read_text())["doubts"]
     shown = capsys.readouterr().out
     assert [doubt for doubt in told if f"Warning: {doubt}" not in shown] == []

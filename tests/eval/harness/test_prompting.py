@@ -41,12 +41,6 @@ def test_a_template_is_read_from_the_model_and_is_none_where_there_is_none(
         own_template(Target("base", str(tmp_path / "nothing")), needed=True)
 
 
-def test_a_base_with_the_same_template_needs_no_treatment(settings: Resolve, reference: Reference) -> None:
-    for asked in (settings("arc"), settings("arc", base_template="own")):
-        same = prompt_base(asked, reference, reference.tokenizer.chat_template)
-        assert (same.settings, same.note, same.record) == (asked, None, None)
-
-
 @pytest.mark.parametrize(("template", "has"), [(None, "has no chat template"), (OTHER, "has another chat template")])
 def test_by_default_the_tuned_models_template_asks_both_and_that_is_said(
     template: str | None, has: str, settings: Resolve, reference: Reference

@@ -134,19 +134,6 @@ def test_what_is_long_is_cut_and_says_how_much_is_missing() -> None:
     assert (len(lines), lines[-1]) == (MOST_LINES + 1, f"and {1000 - MOST_LINES} more")
 
 
-def test_marks_name_the_answers_that_did_not_end_were_empty_or_looped(run: Run) -> None:
-    add_answers(run, [prompt("?", answer("a a a", ended=False, loops=True), answer(""))], [])
-    for mark in ("did not end", "loops", "empty"):
-        assert f'<span class="badge bad">{mark}</span>' in page(run)
-
-
-def test_flips_are_shared_by_the_tasks_and_counted(run: Run) -> None:
-    add_answers(run, [], [flip(number, "gained", task=f"task{number % 2}") for number in range(101)])
-    found = page(run)
-    assert "Gained: 20 of 101 documents" in found, "ten of each task"
-    assert (found.count("<summary>task0, document"), found.count("<summary>task1, document")) == (10, 10)
-
-
 def test_the_report_holds_no_secret(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "0123456789secret0123456789")
     add_answers(run, [prompt("?", answer("0123456789secret0123456789"), answer("b"))], [])

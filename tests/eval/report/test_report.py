@@ -96,11 +96,6 @@ def test_an_incomplete_evaluation_names_what_was_not_measured(run: Run) -> None:
     assert "- arc_easy: KeyError: 'x'" in section(report(run), "Evaluation")
 
 
-def test_how_the_base_was_prompted_is_shown(run: Run) -> None:
-    write_json(run.comparison_file, COMPARISON | {"prompting": {"note": "Asked plainly."}})
-    assert "in bfloat16. Asked plainly." in section(report(run), "Evaluation")
-
-
 def test_a_run_without_a_comparison_shows_the_command_for_it(run: Run) -> None:
     run.comparison_file.unlink()
     assert f"bash scripts/sft.sh {run.path}" in head(report(run))
@@ -179,12 +174,6 @@ def test_an_empty_folder_gives_a_report_of_what_is_missing(tmp_path: Path) -> No
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_a_failed_run_begins_with_its_error(run: Run) -> None:
-    run.update(status="failed", error="RuntimeError: out of <memory>")
-    assert "**Not finished (status: failed); this is what" in report(run)
-    assert "- RuntimeError: out of \\<memory>\n" in head(report(run))
-
-
 def test_the_ledger_s_sum_has_each_term_and_a_wrong_one_stands_at_the_top(run: Run) -> None:
     ledger = read_json(run.ledger_file)
     for one in (*ledger["sources"], ledger["total"]):
@@ -250,15 +239,6 @@ def test_what_is_easily_overlooked_stands_at_the_top(run: Run) -> None:
     ):
         assert shown in head(report(run))
     assert "| gsm8k | 200 | 3 | not recorded |" in section(report(run), "Evaluation")
-
-
-def test_markdown_counts_answers_and_flips_and_says_where_the_texts_are(run: Run) -> None:
-    add_answers(run, [prompt("Why?", answer("because"), answer("so"))], [flip(number, "gained") for number in range(3)])
-    write_json(run.comparison_file, COMPARISON | {"flips": {"gsm8k": {"metric": "acc", "gained": 3, "lost": 0}}})
-    text = report(run)
-    assert "| tuned | 1 | 1 | 0 | 1 | no |" in section(text, "Chat samples")
-    assert "| gsm8k | acc | 3 | 0 |" in section(text, "Documents that flipped")
-    assert "because" not in text
 
 
 def test_a_folder_that_takes_no_file_is_one_message(run: Run) -> None:
