@@ -147,7 +147,7 @@ def tuning(bench: Bench) -> Iterator[Row]:
         for line in process.stdout:
             print(line, end="", flush=True)
             chosen = line.strip() or chosen
-            trial = re.match(r"  (.*checkpointing.*, micro-batch \d+): (.*)", line)
+            trial = re.match(r"  (gradient_checkpointing=\S+ micro_batch_size=\d+): (.*)", line)
             if trial:
                 yield {"what": trial[1], "text": trial[2]}
     if process.returncode:
