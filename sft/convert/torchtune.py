@@ -210,17 +210,6 @@ def convert(c: Conversion) -> None:
 _DATASETS: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"path": "tatsu-lab/alpaca", "format": "alpaca"},
     "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "format": "alpaca"},
-    "slimorca_dataset": {"path": "Open-Orca/SlimOrca-Dedup", "format": "sharegpt"},
-    "samsum_dataset": {
-        "path": "Samsung/samsum",
-        "format": "prompt_completion",
-        "columns": {"prompt": "dialogue", "completion": "summary"},
-    },
-    "grammar_dataset": {
-        "path": "liweili/c4_200m",
-        "format": "prompt_completion",
-        "columns": {"prompt": "input", "completion": "output"},
-    },
     "text_completion_dataset": {"format": "text"},
     "instruct_dataset": {"format": "prompt_completion"},
 }
