@@ -117,11 +117,6 @@ def test_another_engine_beside_stages_is_a_mistake_in_the_recipe(other: str, mak
         make_recipe(STAGES + "2", f"train.{other}")
 
 
-def test_evaluation_during_the_training_is_a_mistake_in_the_recipe(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match=r"eval.every_steps=5 does not work with train.pipeline_parallel_size=2"):
-        make_recipe(STAGES + "2", "eval.tasks=[builtin:demo]", "eval.every_steps=5")
-
-
 def test_auto_over_several_nodes_mentions_stages_where_it_takes_zero_3(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("train.parallel=auto", "train.precision=bf16", "train.global_batch_size=256")
     for per_node, has in ((8, True), (32, False)):

@@ -140,6 +140,7 @@ NVME = {"deepspeed": zero(3, offload_optimizer={"device": "nvme", "nvme_path": "
         (TENSOR + "2 train.neftune_noise_alpha=5", 2, {}, "train.tensor_parallel_size=2 with train.neftune_noise_alpha"),
         (TENSOR + "2 train.parallel=auto train.sequence_parallel_size=2", 4, {}, "with train.sequence_parallel_size=2"),
         (SEQUENCE + "2 model.compile=true", 2, Z2, "train.sequence_parallel_size=2 with model.compile=true"),
+        (TENSOR + "2 eval.every_steps=5 eval.tasks=[a]", 2, {}, "eval.every_steps with train.tensor_parallel_size=2"),
         (SEQUENCE + "2 train.trainer_args.loss_type=dft", 2, Z2, "with train.trainer_args.loss_type"),
         ("train.label_smoothing_factor=0.1 train.trainer_args.loss_type=dft", 1, {}, "train.label_smoothing_factor with"),
         ("train.fsdp={} model.lora={} model.new_tokens=['<|a|>']", 2, {}, "train.fsdp with model.new_tokens and model.lora"),
