@@ -35,7 +35,7 @@ UNTESTED = {
 
 
 def _used(case: Case) -> dict[str, str]:
-    """What the recipe uses of all that does not work with everything, as a person writes it."""
+    """What does not work with everything, as a person writes it; empty where the recipe does not use it."""
     train, model, lora = case.recipe.train, case.recipe.model, case.recipe.model.lora
     stage, selective = case.deepspeed and case.deepspeed.stage, train.gradient_checkpointing == "selective"
     rows = {
@@ -74,7 +74,7 @@ def _used(case: Case) -> dict[str, str]:
         ),
         "modules_to_save": (bool(lora and lora.modules_to_save), "model.lora.modules_to_save"),
     }
-    return {word: shown for word, (is_used, shown) in rows.items() if is_used}
+    return {word: shown if is_used else "" for word, (is_used, shown) in rows.items()}
 
 
 def refuse(case: Case) -> None:
@@ -84,7 +84,7 @@ def refuse(case: Case) -> None:
         f"{used[one]} with {used[other]} does not work, or is untested. Change one of them."
         for one, others in UNTESTED.items()
         for other in others.split(", ")
-        if one in used and other in used
+        if used[one] and used[other]
     ]
     problems += [*_numbers(case), *_schedule(case), *rope_refusals(case.recipe, case.model)]
     problems += [*optimizer_refusals(case.recipe, case.hardware, case.deepspeed), *_precision(case), *_layers(case)]

@@ -40,7 +40,7 @@ def test_the_last_stage_of_a_large_vocabulary_has_fewer_layers(make_recipe: Make
 
 
 def test_auto_takes_four_micro_batches_a_stage_where_the_batch_has_them(make_recipe: MakeRecipe) -> None:
-    plan = resolve_plan(make_recipe(STAGES + "2", "train.global_batch_size=32"), cpu(4), LLAMA)
+    plan = resolve_plan(make_recipe(STAGES + "2", "train.global_batch_size=32", "data.packing=false"), cpu(4), LLAMA)
     sizes = plan.data_parallel_ranks.value, plan.micro_batch_size.value, plan.gradient_accumulation_steps.value
     assert sizes == (2, 2, 8)
     assert plan.engine.value == "pipeline parallel"
