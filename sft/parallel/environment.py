@@ -36,11 +36,6 @@ def settle_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def nccl_log(folder: Path, number: int) -> Path:
-    """Where NCCL logs until the run is known; it begins with the process group."""
-    return folder / f".nccl-{number}-{os.getpid()}.log"
-
-
 def set_debug_environment(ddp: bool, uses_gpu: bool, folder: Path) -> None:
     """Make the libraries log and compare more; `folder` is that of the recipe's runs. Keeps what the user has set."""
     values = {
@@ -52,7 +47,7 @@ def set_debug_environment(ddp: bool, uses_gpu: bool, folder: Path) -> None:
     }
     if uses_gpu:
         folder.mkdir(parents=True, exist_ok=True)
-        values["NCCL_DEBUG_FILE"] = str(nccl_log(folder, int(os.environ.get("RANK", "0"))))
+        values["NCCL_DEBUG_FILE"] = str(folder / f"rank-{os.environ.get('RANK', '0')}.nccl.log")
     for name, value in values.items():
         os.environ.setdefault(name, value)
     if "torch" in sys.modules:  # it reads the level when it is imported, and the plan may have done that

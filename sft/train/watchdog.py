@@ -22,7 +22,6 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import terminal
 from sft.errors import EXIT_CRASHED
-from sft.parallel.environment import nccl_log
 from sft.run.directory import Run
 
 START, DATA, OPTIMIZER, BETWEEN = "start", "data", "optimizer", "end of the step"
@@ -173,17 +172,3 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         with suppress(OSError):
             return self._file(rank).stat().st_size > 0
         return False
-
-
-def name_debug_files(run: Run, rank: int) -> None:
-    """Set where torch's flight recorder writes, and put NCCL's log into the run's folder: it may have begun with the process group."""
-    folder = run.path / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    # torch appends the rank, and reads it when it writes.
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "flight-recorder-"))
-    begun = nccl_log(run.path.parent, rank)
-    if os.environ.get("NCCL_DEBUG_FILE") == str(begun):
-        log = folder / f"rank-{rank}.nccl.log"
-        os.environ["NCCL_DEBUG_FILE"] = str(log)
-        with suppress(FileNotFoundError):  # NCCL has not begun; what it has open follows the file
-            begun.rename(log)

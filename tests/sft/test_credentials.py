@@ -70,13 +70,10 @@ def test_what_the_environment_keeps_secret_is_no_value_of_a_recipe(monkeypatch: 
     "harmless",
     [
         "Qwen/Qwen2.5-3B",
-        "3aab1f1954e9cc14eb9509a215f9e5ca08227a9b",
         "https://host.example:8080/rows.jsonl",
         "ssh://git@host.example/repository",
-        "hf_my_model_with_a_long_name_of_words",
         "task-specific-instructions-for-models",
         "risk-0123456789012345678901234567890",
-        "/data/AKIA/rows.jsonl",
         "user@host.example:/data",
     ],
 )

@@ -3,8 +3,7 @@
 import fcntl
 import json
 import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -333,27 +332,14 @@ def test_data_beyond_a_limit_leaves_no_run(make_job: MakeJob, tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".prepared"]
 
 
-INTERRUPTED = """
-import sys
-from pathlib import Path
-from sft.checkpoint.manifest import write_manifest
-from sft.files import write_json
-from sft.launch.job import open_job
-from sft.launch.open_run import open_run
-from sft.plan.hardware import Hardware
-run = open_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
-(run.checkpoints / "checkpoint-5").mkdir()
-write_manifest(run.checkpoints / "checkpoint-5")
-write_json(run.plan_file, {"decisions": [], "deepspeed": None})
-run.update(status="interrupted")
-"""
-
-
 def test_a_run_resumes_on_no_other_data(make_job: MakeJob, recipe_file: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 9)
-    overrides = make_job().overrides
-    subprocess.run([sys.executable, "-c", INTERRUPTED, str(recipe_file), *overrides], check=True)
+    run = open_run(make_job("tracking.run_name=first")).run
+    run.path.rename(tmp_path / "left")  # this process holds the folder that it has made
+    shutil.copytree(tmp_path / "left", run.path)
+    (run.checkpoints / "checkpoint-5").mkdir()
+    write_manifest(run.checkpoints / "checkpoint-5")
+    run.update(status="interrupted")
     write_rows(tmp_path / "rows.jsonl", 8)
     with pytest.raises(RunError, match=r"The data, tokenizer or chat template .*train.resume=never"):
-        open_run(make_job())
-    assert open_run(make_job("train.resume=never")).run.last_checkpoint() is None
+        open_run(make_job("tracking.run_name=first"))

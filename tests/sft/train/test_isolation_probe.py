@@ -43,16 +43,13 @@ SMALL = SHAPE | {
     "pad_token_id": 0,
     "attention_dropout": 0.0,
 }
-GPT = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.1}
 WINDOWED = {"sliding_window": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": SMALL,
     "mistral": SMALL | WINDOWED,
     "gemma3_text": SMALL | WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "gpt2": GPT,
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 256},
-    "mamba": SHAPE | {"state_size": 4},
 }
 MakeTrainer = Callable[..., Any]
 
@@ -70,7 +67,6 @@ def make_trainer(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> MakeTr
     def make(name: str = "qwen2", function: str = "varlen", packing: bool = True, **options: Any) -> Any:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**MODELS[name]), attn_implementation=function)
-        peft_config = options.pop("peft_config", None)
         row = {"input_ids": [1, 2], "labels": [1, 2]} | ({"seq_lengths": [2]} if packing else {})
         arguments = SFTConfig(
             output_dir=str(folder),
@@ -84,7 +80,7 @@ def make_trainer(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> MakeTr
             **{"bf16": False} | options,
         )
         dataset = Dataset.from_list([row])
-        return SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config)
+        return SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer)
 
     return make
 
@@ -189,27 +185,11 @@ def test_a_padded_batch_whose_padding_is_seen_is_caught(make_trainer: MakeTraine
     assert "Set model.attn_implementation=eager" in message
 
 
-def by_hand(trainer: Any) -> float:
-    """How far packed logits are from those of each document alone, without the probe."""
-    lengths = [len(document) for document in USUAL]
-    batch = trainer.data_collator([{"input_ids": np.concatenate(USUAL), "seq_lengths": lengths}])
-    batch.pop("labels")
-    model = trainer.model.eval()
-    with torch.no_grad():
-        together = model(**batch, use_cache=False).logits[0].split(lengths)
-        alone = [model(input_ids=torch.tensor(one)[None], use_cache=False).logits[0] for one in USUAL]
-    return max(float((one - other).norm() / other.norm()) for one, other in zip(together, alone, strict=True))
-
-
-OLD = [("gpt2", "sdpa", False), ("opt", "varlen", False), ("opt", "sdpa", True), ("mamba", "eager", True)]
-
-
-@pytest.mark.parametrize(("name", "function", "leaks"), OLD)
-def test_old_architectures_are_caught_where_they_leak_and_pass_where_they_do_not(
+@pytest.mark.parametrize(("name", "function", "leaks"), [("opt", "varlen", False), ("opt", "sdpa", True)])
+def test_an_old_architecture_is_caught_where_it_leaks_and_passes_where_it_does_not(
     name: str, function: str, leaks: bool, make_trainer: MakeTrainer
 ) -> None:
     trainer = make_trainer(name, function)
-    assert (by_hand(trainer) > 1e-3) == leaks
     if leaks:
         assert "see each other" in refused(probe(trainer, USUAL, True), function)
     else:
@@ -222,14 +202,10 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "training": [module.training for module in model.modules()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "functions": {name: ALL_ATTENTION_FUNCTIONS[name] for name in sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())},
-        "local": dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
         "attention": [getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")],
         "metrics": {mode: {key: list(v) for key, v in seen.items()} for mode, seen in trainer._metrics.items() if seen},
-        "tokens": trainer._total_train_tokens,
         "random": torch.get_rng_state().tolist(),
-        "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
         "gradients": [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
-        "weights": [parameter.sum().item() for parameter in model.parameters()],
     }
 
 
@@ -247,18 +223,6 @@ def test_nothing_is_left_behind(function: str, training: bool, make_trainer: Mak
 
     with pytest.raises(RuntimeError, match="out of memory"):
         probe(altered(trainer, use_cache=fails), USUAL, True)
-    assert state_of(trainer) == before
-
-
-def test_models_with_adapters_are_probed_without_their_dropout(make_trainer: MakeTrainer) -> None:
-    from peft import LoraConfig
-
-    drops = {"lora_dropout": 0.5, "init_lora_weights": False}
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **drops)  # type: ignore[arg-type]
-    trainer = make_trainer("qwen2", "varlen", peft_config=lora)
-    before = state_of(trainer)
-    found = passed(trainer, "varlen")
-    assert max(found.moved, found.differ) < 1e-5
     assert state_of(trainer) == before
 
 
@@ -295,7 +259,6 @@ def test_the_limits_refuse_what_is_no_number_and_allow_experts_more_than_a_dense
         ((100, 1, 2, 33), 2, [LONGEST, 2, LONGEST]),
         ((1, 7, 1), 1, [7, 7, 7, 7]),
         ((1, 1, 1), 2, []),
-        ((), 1, []),
     ],
 )
 def test_which_documents_are_sampled(lengths: tuple[int, ...], each: int, expected: list[int]) -> None:
