@@ -91,11 +91,9 @@ def _plan(
 ) -> None:
     if write is not None and fit is None:
         raise RecipeError("--write writes a recipe with a change that --fit finds: give both.")
-    if as_json and fit is not None:
-        raise RecipeError("--fit lists changes and --json prints one plan: give one.")
-    if price is not None and fit is not None:
+    if fit is not None and (as_json or price is not None):
         raise RecipeError(
-            "--fit lists changes and --price is for one plan: give one, and price the plan of the changed recipe."
+            "--fit lists changes; --json and --price are for one plan. Give them with the changed recipe."
         )
     if fit is None:
         from sft.launch.main import show_plan
@@ -161,15 +159,11 @@ def init(
 def train(
     words: tuple[str, ...],
     plans: bool,
-    on: str | None,
-    price: float | None,
-    fit: str | None,
-    write: Path | None,
-    as_json: bool,
     preflight: bool,
     prepares: bool,
     rows: int | None,
     max_restarts: int,
+    **plan_options: Any,
 ) -> None:
     """Train a recipe, evaluate base and tuned model, write a report.
 
@@ -185,8 +179,8 @@ def train(
     Environment: NPROC (processes on this node; default, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Slurm,
     Kubernetes (PyTorchJob) and SkyPilot set their own: scripts/slurm, scripts/kubernetes, scripts/skypilot.
     """
-    if plans or any(option is not None for option in (on, price, fit, write)) or as_json:
-        _plan(words, on, price, fit, write, as_json)
+    if plans or any(value is not None and value is not False for value in plan_options.values()):
+        _plan(words, **plan_options)
         return
     from sft.launch.main import start
 
@@ -200,9 +194,7 @@ def train(
 @sft.command(**COMMAND)
 @_recipe_arguments
 @_plan_options
-def plan(
-    words: tuple[str, ...], on: str | None, price: float | None, fit: str | None, write: Path | None, as_json: bool
-) -> None:
+def plan(words: tuple[str, ...], **plan_options: Any) -> None:
     """Print every decision with its reason. Starts nothing.
 
     \b
@@ -213,7 +205,7 @@ def plan(
       sft plan recipes/qwen3b.yaml --on 1x24GB --fit
       sft plan recipes/qwen3b.yaml --on 1x24GB --fit 2 --write qwen3b_small.yaml
     """
-    _plan(words, on, price, fit, write, as_json)
+    _plan(words, **plan_options)
 
 
 @sft.command(**COMMAND)

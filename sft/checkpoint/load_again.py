@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from sft.program import end_with_parent
 
 if __name__ == "__main__":  # before the imports, which take seconds
     end_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    with suppress(OSError):  # where memory runs out, the kernel should kill this process and not the training
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 from sft.errors import RunError, WrongSave
 from sft.files import read_json, remove, write_json
@@ -29,11 +26,7 @@ from sft.run.directory import Run
 SECONDS = 1800
 """How long loading may take."""
 
-_PROBLEMS = {
-    "missing_keys": "from_pretrained did not find it, and initialized it at random",
-    "unexpected_keys": "from_pretrained does not use it",
-    "mismatched_keys": "does not have the shape that config.json gives it",
-}
+_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def request_load(run: Run, request: tuple[Any, ...]) -> None:
@@ -137,7 +130,7 @@ def main(folder: Path, exchange: Path) -> None:
         model, info = loaded
         with torch.no_grad():
             found = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits.float()
-        problems += [f"{name}: {what}" for key, what in _PROBLEMS.items() for name in sorted(map(str, info[key]))]
+        problems += [f"{key}: {', '.join(sorted(map(str, info[key])))}" for key in _KEYS if info[key]]
         apart = logits_distance(logits, found)
         if not apart <= limit:
             problems.append(

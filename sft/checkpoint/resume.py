@@ -7,7 +7,7 @@ manifest says what wrote it; run.json knows only the last start.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ class Writer:
     tensor_parallel: int = 1
     sequence_parallel: int = 1
     pipeline_parallel: int = 1
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = field(default=(), compare=False)
     """The trained ones in the optimizer's order, where its state is by number and not by name; known when it is written."""
 
     @property
@@ -131,12 +131,6 @@ class Writer:
         """Whether DeepSpeed keeps part of the state in files of its own, which no checkpoint holds."""
         zero = (self.deepspeed or {}).get("zero_optimization", {})
         return any(zero.get(key, {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
-
-    @property
-    def format(self) -> tuple[Any, ...]:
-        """What an engine's own files fit."""
-        groups = (self.tensor_parallel, self.sequence_parallel, self.pipeline_parallel)
-        return (self.engine, self.ranks, self.weights, self.precision, self.deepspeed, *groups)
 
     def __str__(self) -> str:
         if self.engine == "one process":
@@ -202,7 +196,7 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     alike = {writer.engine, here.engine} <= {"one process", "DDP"}
     alike &= (writer.weights, writer.precision) == (here.weights, here.precision)
     sharded |= optim != "adamw" and alike
-    reshards = not sharded and (writer.format, writer.state_dict_type) != (here.format, here.state_dict_type)
+    reshards = not sharded and writer != here
     if problem := _why_not(writer, here, reshards, optim):
         raise RunError(
             f"{checkpoint} was written by {writer}, and cannot be resumed with {here}: {problem}. Resume it as it was written, or start a "

@@ -95,7 +95,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         self._verify(folder / "adapter" if self._adapters else folder, has_settings=False)
         self._verify_settings(folder)
         recipe = self.job.recipe
-        rows = sample_rows(self.trainer.train_dataset, new_token_ids(self.tokenizer, recipe.model.new_tokens))
+        rows = sample_rows(len(self.tokenizer), new_token_ids(self.tokenizer, recipe.model.new_tokens))
         logits, untrained = live_logits(self.trainer, rows), None
         if self._adapters:
             with self.trainer.accelerator.unwrap_model(self.trainer.model).disable_adapter():
@@ -231,18 +231,11 @@ def compare_settings(folder: Path, model: Any, tokenizer: Any, trust_remote_code
     return [f"{name} is {one!s:.60}, in memory {other!s:.60}" for name, one, other in pairs if one != other]
 
 
-def sample_rows(sequences: Any, new: list[int]) -> list[list[int]]:
-    """ROWS rows of LENGTH tokens of the training data, and one more in which every second token is one of the new ids."""
-    tokens: list[int] = []
-    for number in range(len(sequences.index)):
-        for document in sequences.index.of(number):
-            tokens.extend(map(int, sequences.store.document(document)[0][: ROWS * LENGTH]))
-        if len(tokens) >= ROWS * LENGTH:
-            break
-    rows: list[list[int]] = np.resize(np.array(tokens), (ROWS, LENGTH)).tolist()
-    if new:
-        rows.append(list(rows[0]))
-        rows[-1][1::2] = np.resize(np.array(new), LENGTH // 2).tolist()
+def sample_rows(vocabulary: int, new: list[int]) -> list[list[int]]:
+    """ROWS rows of LENGTH random tokens, the same ones each time; those of model.new_tokens come first."""
+    drawn = np.random.default_rng(0).integers(vocabulary, size=ROWS * LENGTH)
+    drawn[: len(new)] = new[: ROWS * LENGTH]
+    rows: list[list[int]] = drawn.reshape(ROWS, LENGTH).tolist()
     return rows
 
 

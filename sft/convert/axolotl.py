@@ -43,8 +43,7 @@ lora_r -> model.lora.r
 lora_alpha lora_dropout -> model.lora.*
 lora_target_linear lora_target_modules -> model.lora.target_modules
 lora_modules_to_save -> model.lora.modules_to_save
-lora_rank_pattern.* -> model.lora.rank_pattern
-lora_alpha_pattern.* -> model.lora.alpha_pattern
+lora_rank_pattern.* lora_alpha_pattern.* -- write it as model.lora.rank_pattern and model.lora.alpha_pattern
 peft_use_dora -> model.lora.use_dora
 peft_use_rslora -> model.lora.use_rslora
 peft_init_lora_weights -> model.lora.init_lora_weights
@@ -141,11 +140,6 @@ def _layers(c: Conversion, key: str, value: Any) -> Any:
     return value
 
 
-def _pattern(c: Conversion, key: str, value: Any) -> dict[str, Any]:
-    kind = key.partition(".")[0] + "."
-    return {name.removeprefix(kind): one for name, one in c.keys.items() if name.startswith(kind)}
-
-
 def _freeze(c: Conversion, key: str, value: Any) -> Any:
     """All names in which none of the patterns of what is trained is found."""
     patterns = [pattern.replace(".", r"\.") for pattern in as_list(value)]
@@ -178,8 +172,6 @@ AXOLOTL = training.SHARED | training.rows(
         "special_tokens.eos_token": lambda c, key, value: value,
         "model.new_tokens": _new_tokens,
         "model.lora.target_modules": _layers,
-        "model.lora.rank_pattern": _pattern,
-        "model.lora.alpha_pattern": _pattern,
         "model.freeze": _freeze,
         "excess_length_strategy": {"drop": "drop", "truncate": "truncate", "raise": "error"},
         "train_on_inputs": {"true": "all", "false": "auto"},

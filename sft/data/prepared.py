@@ -29,9 +29,6 @@ from sft.recipe.schema import Recipe, Source
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "chat_templates/*.jinja")
-_END = 2**20
-"""Bytes that are compared at each end of a file if there is no time for all of it."""
-
 _LIMITS = {"allow", "max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
 """Keys that judge the prepared data and do not change it."""
 
@@ -93,11 +90,11 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
 
 
 def data_key(recipe: Recipe, model: ModelFacts) -> str:
-    """What nodes compare before they train together: the key of an entry, but of data files only the size and both ends count.
+    """What nodes compare before they train together: the key of an entry, but of data files only the size counts.
 
     Raises DataError where a source does not exist.
     """
-    return _key(recipe, model, _hash_of_ends)
+    return _key(recipe, model, lambda file: str(file.stat().st_size))
 
 
 def _key(recipe: Recipe, model: ModelFacts, hash_data: Callable[[Path], str]) -> str:
@@ -148,11 +145,3 @@ def hash_of(file: Path) -> str:
 def _hash_once(file: Path, *state: int) -> str:
     with file.open("rb") as content:
         return file_digest(content, "sha256").hexdigest()
-
-
-def _hash_of_ends(file: Path) -> str:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        start = content.read(_END)
-        content.seek(max(0, size - _END))
-        return sha256(str(size).encode() + start + content.read(_END)).hexdigest()

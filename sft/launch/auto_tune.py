@@ -61,19 +61,8 @@ class Trial:
     """A value of train.gradient_checkpointing: true, false, every so many layers, or `selective`."""
     micro_batch_size: int
 
-    @property
-    def name(self) -> str:
-        """As a person reads it.
-
-        >>> Trial(2, 8).name
-        'checkpointing every 2 layers, micro-batch 8'
-        """
-        mode = self.gradient_checkpointing
-        if isinstance(mode, bool):
-            which = "checkpointing every layer" if mode else "no checkpointing"
-        else:
-            which = f"{mode} checkpointing" if isinstance(mode, str) else f"checkpointing every {mode} layers"
-        return f"{which}, micro-batch {self.micro_batch_size}"
+    def __str__(self) -> str:
+        return f"gradient_checkpointing={self.gradient_checkpointing} micro_batch_size={self.micro_batch_size}"
 
 
 @dataclass(frozen=True)
@@ -165,9 +154,9 @@ def _measured(trial: Trial, job: Job) -> tuple[int, Measured | None]:
     fits = one is not None and one.used <= one.limit
     if one is not None:
         speed = f"{1 / one.seconds_per_token:.0f} tokens/s a rank, {one.used / 2**30:.1f} GiB"
-        print(f"  {trial.name}: {speed}{'' if fits else ', more than may be used'}", flush=True)
+        print(f"  {trial}: {speed}{'' if fits else ', more than may be used'}", flush=True)
     elif status == EXIT_DID_NOT_FIT:
-        print(f"  {trial.name}: does not fit", flush=True)
+        print(f"  {trial}: does not fit", flush=True)
     return status, one if fits else None
 
 
@@ -290,7 +279,7 @@ def main(argv: Sequence[str]) -> None:
     auto_tune(job, prepared)
     found = find_result(job, prepared)
     if found is not None:
-        print(f"{Trial(found.gradient_checkpointing, found.micro_batch_size).name}; {found.reason}.")
+        print(f"{Trial(found.gradient_checkpointing, found.micro_batch_size)}; {found.reason}.")
 
 
 if __name__ == "__main__":

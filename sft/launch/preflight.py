@@ -95,7 +95,7 @@ def rank_facts(job: Job, rank: int) -> Facts:
         | {"the run's folder": folder, "the model's commit": job.model.commit},
         "plan": job.plan.settings() | {"processes of the machine": job.hardware.ranks_per_node},
         "GPUs": {"GPU": job.hardware.gpu.name if job.hardware.gpu else "none"},
-        # Each file's size and both ends, the tokenizer and the template.
+        # Each file's size, the tokenizer and the template.
         "dataset": {"fingerprint": str(data_key(job.recipe, job.model))[:12]},
         _VARIABLES: variables,
     }

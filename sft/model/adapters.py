@@ -30,9 +30,8 @@ def lora_config(lora: Lora, model: Any, rows: list[int]) -> Any:
         rows: Ids of tokens whose rows in the embeddings are trained besides.
 
     Raises:
-        ModelError: Rows of this model's embeddings cannot be trained so, or there are no layers of a name.
+        ModelError: Rows of this model's embeddings cannot be trained so.
     """
-    check_targets(lora, model)
     if rows and lora.takes_from_base:
         raise ModelError(
             f"model.lora.init_lora_weights={lora.init_lora_weights} with embedding rows to train (model.new_tokens, or tokens that were "

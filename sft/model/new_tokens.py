@@ -105,8 +105,7 @@ def _start_as_mean(parameter: Any, new: list[int], others: list[int]) -> None:
 def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_tokens: Sequence[str]) -> list[int]:
     """Ids of the data's special tokens whose embedding rows were never trained, rising: adapters would leave them so.
 
-    Such a row is what it was made as: nearly that of another special token, of a spare row, or the mean of all. What is read by the
-    model is looked up in the input embedding, and what it is trained to write in the output embedding too. New tokens are left out.
+    Such a row is what it was made as: nearly that of another special token, of a spare row, or the mean of all. New tokens are left out.
 
     Args:
         model: From load_model; where its weights are sharded, every rank takes part.
@@ -117,14 +116,11 @@ def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_token
     new, vocabulary = set(new_token_ids(tokenizer, new_tokens)), set(tokenizer.get_vocab().values())
     special = sorted(set(tokenizer.added_tokens_decoder) - new)
     ordinary = sorted(vocabulary - set(special) - new)
-    weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    suspects = [_made_up(weight, special, ordinary, vocabulary) for weight in weights]
+    suspects = _made_up(model.get_input_embeddings().weight, special, ordinary, vocabulary)
     found: set[int] = set()
-    for start in range(0, len(store.tokens), _TOKENS_AT_ONCE) if any(suspects) else ():
+    for start in range(0, len(store.tokens), _TOKENS_AT_ONCE) if suspects else ():
         tokens = store.tokens[start : start + _TOKENS_AT_ONCE]
-        written = tokens[store.trained[start : start + _TOKENS_AT_ONCE] == 1]
-        for ids, seen in zip(suspects, (tokens, written), strict=True):
-            found |= set(seen[np.isin(seen, ids)].tolist())
+        found |= set(tokens[np.isin(tokens, suspects)].tolist())
     return sorted(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -127,17 +126,16 @@ def storage(job: Job) -> torch.dtype:
 
 def describe_running(model: Any) -> str:
     """What the live layers are quantized to, such as `nf4, double quantization, stored as uint8, computed in bf16`; `none` without any."""
-    kinds: Counter[str] = Counter()
+    kinds = set()
     for _, layer in quantized_layers(model):
         if type(layer).__name__ == "Linear8bitLt":
-            kinds["int8"] += layer.weight.dtype == torch.int8
+            kinds.add("int8" if layer.weight.dtype == torch.int8 else "not quantized")
             continue
         state = layer.quant_state
         nested = ", double quantization" if state.nested else ""
-        kinds[
-            f"{state.quant_type}{nested}, stored as {_name(layer.weight.dtype)}, computed in {_name(layer.compute_dtype)}"
-        ] += 1
-    return "; ".join(f"{kind} ({count} layers)" for kind, count in kinds.items()) or "none"
+        words = f"stored as {_name(layer.weight.dtype)}, computed in {_name(layer.compute_dtype)}"
+        kinds.add(f"{state.quant_type}{nested}, {words}")
+    return "; ".join(sorted(kinds)) or "none"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -73,15 +73,10 @@ def resolve_quantization(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
 ) -> Decision[str]:
     """What the frozen base is kept in."""
-    model = recipe.model
-    if model.quantization is None:
-        return Decision("none", stated(model, "quantization"))
-    parts = ["the recipe: bitsandbytes"]
-    if model.quantization != "int8":
-        parts += ["with double quantization"] if model.bnb_4bit_use_double_quant else []
-        parts += [f"stored as {quant_storage(recipe, hardware, deepspeed, precision)}"]
-    parts += [f"computed in {precision}", "final/ and its evaluation: adapters merged into the dequantized base"]
-    return Decision(model.quantization, ", ".join(parts))
+    if (kind := recipe.model.quantization) is None:
+        return Decision("none", stated(recipe.model, "quantization"))
+    stored = "" if kind == "int8" else f", stored as {quant_storage(recipe, hardware, deepspeed, precision)}"
+    return Decision(kind, f"the recipe: bitsandbytes{stored}, computed in {precision}; final/ is dequantized")
 
 
 def resolve_gradients(

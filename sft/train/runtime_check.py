@@ -187,8 +187,7 @@ def _of_model(trainer: Any, job: Job, engine: Any, probe: Probe | None) -> Itera
     yield _kernels(model, plan.kernels.value)
     yield Reading.equal("precision", plan.precision.value, _precision(trainer, engine))
     yield from _weights(trainer, job)
-    planned_kind, kind = describe_planned(job), describe_running(model)
-    yield Reading("quantization", planned_kind, kind, kind.partition(" (")[0] != planned_kind)
+    yield Reading.equal("quantization", describe_planned(job), describe_running(model))
     if (rope := job.recipe.model.rope_scaling) is not None:
         yield Reading.equal("rope_scaling", planned_rope(rope), running_rope(unwrapped(trainer)))
     yield Reading.equal("compile", plan.compile.value, are_compiled(model))

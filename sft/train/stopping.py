@@ -26,7 +26,7 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft import signals
-from sft.checkpoint.write import Shortage
+from sft.checkpoint.resume import step_of
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
@@ -87,7 +87,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         self.run = run
         self.agreed = StopRequest.NOTHING
         """Why the training stops, once all ranks have agreed that it does."""
-        self.shortage: Shortage | None = None
+        self.shortage: str | None = None
         """Why the last save was not written."""
         self.limit: TimeLimit | None = None
         self._max_time = parse_duration(recipe.train.max_time) if recipe.train.max_time else None
@@ -149,7 +149,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if request > StopRequest.SAVE:
             control.should_training_stop = True
 
-    def saved(self, shortage: Shortage | None, seconds: float, control: Any) -> None:
+    def saved(self, shortage: str | None, seconds: float, control: Any) -> None:
         """A checkpoint is complete after so many seconds, or there was no room. A request that came meanwhile waits for no other step."""
         self.shortage = shortage
         requested = distributed.is_rank_0() and (self.run.path / SAVE).exists()
@@ -183,9 +183,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         interrupted = Interrupted(name, status, f" after step {step}", agreed=True)
         if self.shortage is None:
             return interrupted
-        newest = self.shortage.kept
-        kept = f"checkpoint-{newest} stays; steps lost: {step - newest}" if newest else "There is no checkpoint"
-        return RunError(f"{interrupted}. {self.shortage.words}. {kept}. Free some space. {self.run.next_start}.")
+        last = self.run.last_checkpoint()
+        kept = f"{last.name} stays; steps lost: {step - step_of(last)}" if last else "There is no checkpoint"
+        return RunError(f"{interrupted}. {self.shortage}. {kept}. Free some space. {self.run.next_start}.")
 
 
 def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:

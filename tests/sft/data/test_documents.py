@@ -1,17 +1,15 @@
 import random
 import re
 from collections.abc import Callable
-from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.data.documents import Chunk, RowError, token_range
-from sft.data.formats import IGNORED, row_format
-from sft.data.readers import BadRow, read_rows
+from sft.data.formats import IGNORED
+from sft.data.readers import BadRow
 from sft.data.tokenizer import load_tokenizer
-from sft.recipe.schema import Recipe, Source
+from sft.recipe.schema import Recipe
 from tests.sft.data.conftest import MODELS, documents, talk, trained_runs
 
 TokenizerOf = Callable[..., Any]
@@ -228,25 +226,3 @@ def test_a_digest_is_of_tokens_and_of_nothing_else(made: Made) -> None:
     assert first["digest"] == same["digest"] == all_trained["digest"]
     assert len({int(one["digest"]) for one in (first, second, third)}) == 3
     assert first["answer"] == third["answer"] != second["answer"]
-
-
-@pytest.mark.parametrize(
-    ("file", "model"),
-    [
-        ("sgd_messages_tools_600.jsonl", "qwen3"),
-        ("llamafactory/glaive_toolcall_en_demo.json", "minimind"),
-        ("t0_short.jsonl", "gpt2"),
-        ("llamafactory/alpaca_en_demo.json", "stories260k_hf"),
-    ],
-)
-def test_real_data_ends_every_answer_with_the_end_of_turn(
-    file: str, model: str, made: Made, tokenizer_of: TokenizerOf, shared: Path
-) -> None:
-    rows = [row for row in islice(read_rows(shared / "sft" / file), 60) if isinstance(row, dict)]
-    chunk = made(model, rows, row_format(rows, Source(path=file)), max_length=65536)
-    assert len(chunk.documents) == len(rows) - chunk.counts.dropped_rows.total() > 0.9 * len(rows)
-    tokenizer = tokenizer_of(model)
-    # It is at an answer's end and nowhere else in it, neither as a token nor spelled out.
-    for run in chain.from_iterable(trained_runs(chunk, tokenizer)):
-        assert run.endswith(tokenizer.eos_token)
-        assert run.count(tokenizer.eos_token) == 1

@@ -61,12 +61,6 @@ def test_a_small_file_is_counted_and_sources_add_up(make_recipe: MakeRecipe, dem
     assert facts.tokens > 2 * facts.trained_tokens
 
 
-def test_useless_columns_are_named_before_anything_heavy(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"question": "a", "reply": "b"}\n')
-    with pytest.raises(DataError, match=r"no usable columns. Found: question, reply. Usable: .*`messages`"):
-        inspect_data(make_recipe(f"data.train={tmp_path / 'rows.jsonl'}"), "some/model")
-
-
 def test_a_tokenizer_that_is_half_there_is_one_message(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
     with pytest.raises(ModelError, match=r"tokenizer.json"):

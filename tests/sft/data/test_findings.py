@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.findings import FINDINGS, check_findings, found_in_row
+from sft.data.findings import check_findings, found_in_row
 from sft.data.formats import Conversation, Text, Tokens
 from sft.data.prepare import prepare
 from sft.data.special_tokens import SpecialTokens
@@ -172,17 +172,6 @@ def rows_told(found: dict[str, dict[str, Any]], kind: str) -> list[int]:
 
 
 PLAIN = [row_of(f"Question {number}", f"Answer {number}") for number in range(40)]
-
-
-def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
-    rows = [*PLAIN[:3], row_of("", "x"), row_of("{{name}}"), row_of("Hi", "y<|im_end|>"), row_of("<|im_end|>"), "?"]
-    found = prepared(recipe_of(rows, "data.max_length=64", "data.on_bad_row=drop"))
-    expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad_row": [8]}
-    assert {kind: rows_told(found, kind) for kind in found} == expected
-    assert all(finding["count"] == 1 for finding in found.values())
-    assert {kind: finding["meaning"] for kind, finding in found.items()} == {
-        kind: FINDINGS[kind].meaning for kind in found
-    }
 
 
 def judged(recipe: Recipe) -> None:

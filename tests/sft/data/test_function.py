@@ -24,9 +24,6 @@ def convert(row):
 def fails(row):
     return {"prompt": row["question"]} if row["number"] == 7 else convert(row)
 
-def text(row):
-    return str(row)
-
 def leaves_out(row):
     return None
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from sft.data.facts import inspect_data
@@ -246,34 +244,3 @@ def test_a_message_about_a_held_out_source_names_its_key(make: Make, tmp_path: P
     for step in (lambda: prepared(recipe), lambda: inspect_data(recipe, inspect_model(recipe).path)):
         with pytest.raises(DataError, match=r"^data.held_out: there is no file or folder"):
             step()
-
-
-USER = {"role": "user", "content": "Hi"}
-PARTS = [{"type": "text", "text": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("row", "others"),
-    [
-        (talk(None, "Ho"), talk("a", "b")),
-        ({"messages": [USER, {"role": "assistant", "content": "Ho", "tool_calls": None}]}, talk("a", "b")),
-        ({"input_ids": [5, 6, 7], "labels": None}, {"input_ids": [5, 6], "labels": [5, 6]}),
-        (
-            {
-                "messages": [
-                    USER | {"content": [{"type": "text", "text": None}, *PARTS]},
-                    {"role": "assistant", "content": PARTS},
-                ]
-            },
-            {"messages": [{"role": role, "content": PARTS} for role in ("user", "assistant")]},
-        ),
-    ],
-)
-def test_a_null_means_the_same_in_a_columnar_file_as_in_json(row: Row, others: Row, make: Make, tmp_path: Path) -> None:
-    """Where a key that is null cannot be told from one that only other rows have."""
-    rows = [others, row, others]
-    json_file, columnar_file = write(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), columnar_file)
-    one, other = (prepared(make(f"data.train={path}")) for path in (json_file, columnar_file))
-    assert other.fingerprint == one.fingerprint
-    assert other.ledger["total"] == one.ledger["total"]

@@ -117,11 +117,6 @@ def test_so_many_rows_are_shown_and_the_whole_ledger(
     assert "\x1b" not in out
 
 
-def test_a_row_is_shown_with_its_tokens_and_what_is_trained(show: Callable[..., str], rows: Path) -> None:
-    out = show(["--show", "1"], f"data.train={rows}")
-    assert "<|im_start|>user\nquestion 0<|im_end|><|im_start|>assistant\n[[answer 0<|im_end|>]]" in out
-
-
 def test_the_summary_is_the_ledger_in_a_line(make_recipe: MakeRecipe, rows: Path) -> None:
     prepared = entry([f"data.train={rows}", "data.held_out=0.3", "data.deduplicate=true"], make_recipe)
     line, *notes = summary_lines(prepared)

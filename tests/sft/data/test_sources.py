@@ -1,8 +1,6 @@
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import datasets
@@ -14,6 +12,7 @@ from sft.errors import DataError
 from sft.hub.demo import make_demo
 from sft.hub.names import hub_answers, hub_commit
 from sft.recipe.schema import Source
+from tests.fake_hub import TOKEN, Repo, fake_hub
 
 
 def write(path: Path, numbers: range) -> Path:
@@ -169,51 +168,27 @@ def test_offline_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub that knows the commit of a dataset and nothing else; what it was asked."""
-    asked: list[str] = []
-
-    class Hub(BaseHTTPRequestHandler):
-        def handle_one_request(self) -> None:
-            self.raw_requestline = self.rfile.readline()
-            if self.parse_request():
-                self.answer()
-
-        def answer(self) -> None:
-            asked.append(self.path)
-            known = self.path.partition("?")[0] == "/api/datasets/owner/data"
-            body = json.dumps({"id": "owner/data", "sha": "0123abcd" * 5, "siblings": []} if known else {}).encode()
-            self.send_response(200 if known else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body if self.command == "GET" else b"")
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.daemon_threads = True
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    yield asked
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    """A hub that knows the commit of a dataset without files; what it was asked."""
+    with fake_hub() as hub:
+        hub.repos["owner/data"] = Repo(private=False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        for offline in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+            monkeypatch.setattr(offline, False)
+        for endpoint in ("huggingface_hub.constants.ENDPOINT", "datasets.config.HF_ENDPOINT"):
+            monkeypatch.setattr(endpoint, hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        yield hub.asked
 
 
 def test_the_hub_is_asked_once_for_a_commit_and_that_commit_is_loaded(hub: list[str]) -> None:
     commits = {hub_commit(Source(path="owner/data")) for _ in range(3)}
-    assert commits == {"0123abcd" * 5}
-    assert hub.count("/api/datasets/owner/data") == 1
+    assert commits == {"0" * 40}
+    assert hub.count("GET /api/datasets/owner/data") == 1
     before = len(hub)
     with pytest.raises(DataError, match=r"owner/data is not a local path"):
         next(open_source(Source(path="owner/data"), "").rows)
-    assert all("0123abcd" * 5 in path for path in hub[before:] if "owner/data" in path), hub[before:]
+    assert all("0" * 40 in path for path in hub[before:] if "owner/data" in path), hub[before:]
     assert len(hub) > before

@@ -44,14 +44,14 @@ def test_the_changes_are_listed_planned_and_written(
         (["--fit", "99", "--on", "1x4GB", *LARGE], "--fit 99: there are \\d+ changes"),
         (["--fit", "--on", "8x80GB", "model.name_or_path=a/b"], "--fit .*hf download a/b config.json"),
         (["--write", "new.yaml"], "--write writes a recipe with a change that --fit finds"),
+        (["--json", "--fit", "--on", "1x4GB"], "--fit lists changes; --json and --price"),
         (["--fit", "--on", "8x80GB", "--write", "new.yaml"], "--write .*new.yaml: .* fits .* nothing to change"),
         (
             ["--fit", "--on", "1x4GB", *LARGE, "--write", "nowhere/new.yaml"],
             "nowhere/new.yaml: it cannot be written: No such",
         ),
-        (["--fit", "--price", "2", "--on", "1xH100"], "--fit lists changes and --price is for one plan"),
+        (["--fit", "--price", "2", "--on", "1xH100"], "--fit lists changes; --json and --price"),
         (["--price", "-1"], "--price -1: .* such as 2.5"),
-        (["--price", "nan"], "--price nan: .* such as 2.5"),
     ],
 )
 def test_a_mistake_is_one_message(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, DataError, LostRank, PlanError
+from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, LostRank, PlanError
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import is_rank_0, job_hardware, reporting_lost_ranks
 from sft.recipe.schema import Recipe
@@ -49,17 +49,6 @@ def test_an_environment_in_which_nccl_waits_for_ever_is_refused(monkeypatch: pyt
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     with pytest.raises(PlanError, match=r"TORCH_NCCL_ASYNC_ERROR_HANDLING=0.*Unset it"):
         distributed._limit_waiting(33)
-
-
-def test_a_single_process_does_the_work_of_rank_0_itself() -> None:
-    assert distributed.from_rank_0(lambda: 7) == 7
-    assert distributed.gather("here") == ["here"]
-    with pytest.raises(DataError, match="no rows"):
-        distributed.from_rank_0(_no_rows)
-
-
-def _no_rows() -> int:
-    raise DataError("no rows")
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_a_remedy_is_never_refused_itself(make_recipe: MakeRecipe) -> None:
         ("", CPU, True, "none", "auto: Liger's kernels do not run on a CPU"),
         ("model.compile=true", H100, True, "none", "auto: with model.compile=true"),
         ("train.tensor_parallel_size=2", gpus(2), True, "none", "auto: with train.tensor_parallel_size=2"),
-        ("model.kernels=liger", H100, True, "liger", "the recipe: fused norms"),
+        ("model.kernels=liger", H100, True, "liger", "the recipe"),
         ("model.kernels=liger", CPU, True, "none", "the recipe asks for liger, whose kernels do not run on a CPU"),
         ("model.kernels=none", H100, True, "none", "the recipe"),
     ],

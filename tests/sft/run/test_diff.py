@@ -56,7 +56,6 @@ def test_two_runs_alike_are_the_same(runs: tuple[Run, Run], capsys: pytest.Captu
     ("record", "line"),
     [
         ({"overrides": ["train.seed=1"]}, "  train.seed: 0 -> 1"),
-        ({"versions": {"torch": "2.11"}}, "  torch: 2.13 -> 2.11"),
         ({"hardware": {"ranks": 2}}, "  ranks: 1 -> 2"),
         ({"data_fingerprint": "fedcba9876543210"}, "  fingerprint: 0123456789ab -> fedcba987654"),
     ],
