@@ -28,14 +28,15 @@ eot_tokens -> model.eos_token -- one token ends a turn and an answer
 special_tokens.pad_token -> model.pad_token
 special_tokens.eos_token -> model.eos_token
 special_tokens.additional_special_tokens tokens -> model.new_tokens
-special_tokens.* -- the tokenizer's own
+special_tokens.* tokens.* -- the tokenizer's own
 *_embeddings_to_32x shrink_embeddings mean_resizing_embeddings -- the embeddings get as many rows as model.new_tokens need
 model_config.rope_scaling.* -- write it as model.rope_scaling
 model_config.* overrides_of_model_config.* -- config.json of the model says it; change it there
 flash_attention sdp_attention eager_attention -> model.attn_implementation
 flex_* large_head_attention xformers_attention sage_attention s2_attention flash_optimum -- not one of model.attn_implementation
-plugins liger_* lora_*_kernel fused_attn_kernel cut_cross_entropy chunked_cross_entropy flash_attn_* sdpa_varlen use_kernels
-use_scattermoe use_sonicmoe experts_implementation tiled_mlp* unsloth_* -- kernels: Liger's layers are the default, model.kernels
+plugins liger_* lora_*_kernel fused_attn_kernel cut_cross_entropy chunked_cross_entropy flash_attn_* sdpa_varlen use_*kernels
+use_scattermoe use_sonicmoe experts_implementation tiled_mlp* unsloth_* gemma4_*
+dsv4_* -- kernels: Liger's layers are the default, model.kernels
 reinit_weights -- weights are always loaded: to train random ones is pretraining
 adapter -> model.lora -- {training.ADAPTERS}
 load_in_4bit load_in_8bit -> model.quantization

@@ -137,12 +137,6 @@ def _loss_on(c: Conversion, key: str, value: Any) -> str:
     return "all" if is_true(value) else "auto"
 
 
-_OPTIMIZERS = {
-    "torch.optim.adamw": "adamw",
-    "bitsandbytes.optim.adamw8bit": "adamw_8bit",
-    "bitsandbytes.optim.pagedadamw": "adamw",
-    "bitsandbytes.optim.pagedadamw8bit": "paged_adamw_8bit",
-}
 _LOGGERS = {
     "torchtune.training.metric_logging.wandblogger": ["wandb"],
     "torchtune.training.metric_logging.tensorboardlogger": ["tensorboard"],
@@ -157,7 +151,6 @@ TORCHTUNE = training.rows(
         "model.quantization": _quantization,
         "train.global_batch_size": training.batch("batch_size", 1),
         "train.max_steps": _max_steps,
-        "optimizer._component_": _OPTIMIZERS,
         "train.adam_beta2": _beta2,
         "train.lr_scheduler_type": _schedule,
         "dtype": {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"},

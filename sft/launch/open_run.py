@@ -29,7 +29,7 @@ from sft.program import shown_command
 from sft.recipe.changes import Change, check_allowed_changes, differences, not_allowed, recipe_differences
 from sft.recipe.local_code import code_hashes, copy_code
 from sft.recipe.schema import Recipe
-from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run, check_beside_latest
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run
 from sft.run.record import installed_versions, record_interruptions, record_start
 from sft.run.trust import OWN_RUN, base_changes
 from sft.terminal import forget_failure
@@ -55,7 +55,6 @@ def unfinished_run(job: Job) -> Run | None:
     trained = run.record.get("evaluation") in EVALUATION_LEFT
     if run.record["status"] == "finished" and not trained:
         return None
-    check_beside_latest(run.path, runs_folder(job))
     changes = recipe_changes(run, job.recipe)
     # If only the evaluation is left, no change of the training could take effect.
     refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)
@@ -243,17 +242,6 @@ def _make(folder: Path, name: str | None) -> Run:
     raise _name_is_taken(folder / (name or started))
 
 
-def keep_recipe(run: Run, job: Job) -> None:
-    """Write the recipe of this session, and keep that of the sessions before it if its text differs."""
-    text = job.recipe_path.read_bytes()
-    with suppress(FileNotFoundError):
-        if run.recipe_file.read_bytes() == text:
-            return
-        sessions = len(run.record.get("sessions", [])) or 1
-        run.recipe_file.replace(run.path / f"recipe.session-{sessions}.yaml")
-    run.recipe_file.write_bytes(text)
-
-
 # Opening it.
 
 
@@ -306,7 +294,7 @@ def _open(job: Job) -> OpenedRun:
         updated = differences(run.record.get("versions", versions), versions, "versions")
         updated += differences(run.record.get("code", {}), code_hashes(job.recipe), "code")
         notes += [f"changed since the last session: {change}" for change in [*changes, *updated]]
-        keep_recipe(run, job)
+        run.recipe_file.write_bytes(job.recipe_path.read_bytes())
         copy_code(job.recipe, run.path)
     notes.append(resume_plan.words if resume_plan else None)
     forget_failure(run.path)
