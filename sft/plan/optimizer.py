@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
@@ -48,7 +47,7 @@ def optimizer_refusals(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedF
         return
     if optim == "paged_adamw_8bit" and hardware.gpu is None:
         yield f"{key} moves states between a GPU and the machine, and there is no GPU here. Set train.optim=adamw_8bit."
-    if optim.endswith("8bit") and find_spec("bitsandbytes") is None:
+    if optim.endswith("8bit") and not hardware.has_bitsandbytes:
         yield f"{key} needs bitsandbytes, which is not installed: pip install -e '.[qlora]'."
     if deepspeed is not None and (deepspeed.offload is not None or deepspeed.stage == 0):
         yield f"{key}, and {deepspeed.path.name} offloads, or is DeepSpeed without ZeRO: only AdamW runs there. Set train.optim=adamw."

@@ -177,10 +177,8 @@ def test_how_a_model_attends_is_read_from_its_class_and_configuration(
 @pytest.mark.parametrize(
     ("kind", "settings", "window"),
     [
-        ("mistral", {"sliding_window": 64}, 64),
         ("qwen2", {"sliding_window": 64}, None),  # unless use_sliding_window is set
         ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
-        ("llama", {}, None),
     ],
 )
 def test_a_window_counts_where_layers_have_it(

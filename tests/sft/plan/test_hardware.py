@@ -167,21 +167,7 @@ def test_a_gpu_without_bf16_is_planned_in_fp16(words: str, memory: float, make_r
     assert (hardware.gpu.memory_gib, plan.precision.value, plan.attention.value) == (memory, "fp16", "sdpa")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "8",
-        "0x80GB",
-        "8x80TB",
-        "8x80GBx",
-        "12x80GB",
-        "0x8x80GB",
-        "8x80GB+",
-        "8xH9000",
-        "8x0GB",
-    ],
-)
+@pytest.mark.parametrize("words", ["", "8", "0x80GB", "8x80TB", "12x80GB", "0x8x80GB", "8x80GB+", "8xH9000"])
 def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
     with pytest.raises(PlanError, match=rf"--on {re.escape(words)}: .* for example 8x80GB"):
         described_hardware(words)
