@@ -161,7 +161,7 @@ def profile(bench: Bench) -> Iterator[Row]:
 
     words, folder = ["train.profile=true", "train.global_batch_size=1"], bench.work / "run-profile"
     try:
-        train_ours(bench, "short", folder, words, steps=12)  # docs/metrics.md: it traces three of the first nine
+        train_ours(bench, "short", folder, words, steps=12)  # docs/debugging.md: it traces three of the first nine
     except DidNotFit:
         yield {"what": "no checkpointing", "does_not_fit": True}
         folder = bench.work / "run-profile-checkpointing"

@@ -6,7 +6,6 @@ The training data is searched as it streams by: the n-grams of a few thousand do
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -134,9 +133,7 @@ class Search:
 def prepared_folder(run: Run) -> Path | None:
     """The folder of the prepared data that a run was trained on; None where it is gone."""
     fingerprint = run.record.get("data_fingerprint")
-    # The recipe's output_dir may be relative to another folder, or the run may have been moved.
-    roots = {run.output_dir, Path(run.recipe().output_dir).expanduser().resolve()}
-    for file in sorted(file for root in roots for file in root.glob(".prepared/*/prepared.json")):
+    for file in sorted(run.output_dir.glob(".prepared/*/prepared.json")):
         prepared = find_prepared(file.parent)
         if prepared is not None and prepared.fingerprint == fingerprint:
             return prepared.folder
@@ -147,11 +144,7 @@ def training_texts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator
     """Yield the training documents as text, in batches: without special tokens, in the order on disk."""
     store = DocumentStore.open(folder)
     trained = np.unique(SequenceIndex.load(folder / "train.npz").members)
-    shown = sys.stderr.isatty() or len(trained) > 100_000
-    tqdm.monitor_interval = 0
-    with tqdm(
-        total=len(trained), unit=" documents", desc="Searching the training data", disable=not shown, mininterval=10
-    ) as progress:
+    with tqdm(total=len(trained), unit=" documents", desc="Searching the training data", disable=None) as progress:
         batch = np.cumsum(store.documents["length"][trained], dtype=np.int64) // _TOKENS_AT_A_TIME
         for chosen in np.split(trained, np.flatnonzero(np.diff(batch)) + 1):
             ids = [store.document(int(index))[0].tolist() for index in chosen]

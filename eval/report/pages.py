@@ -112,8 +112,7 @@ def _markdown_table(one: Mapping[str, Any]) -> list[str]:
     """A table, line by line."""
     rule = ["---:" if column in one["numbers"] else "---" for column in range(len(one["head"]))]
     head, *rows = [[markdown_text(cell).strip() for cell in row] for row in (one["head"], *one["rows"])]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
-    return [*lines, *(["", f"{one['more']:,} more rows are not shown."] if one["more"] else [])]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def _markdown_notice(one: Mapping[str, Any]) -> list[str]:
@@ -123,7 +122,7 @@ def _markdown_notice(one: Mapping[str, Any]) -> list[str]:
 
 _MARKDOWN: dict[str, Callable[[Any], list[str]]] = {
     "text": lambda pieces: [markdown_text(pieces)],
-    "facts": lambda one: _markdown_table(one | {"head": ("", ""), "numbers": ()}),
+    "facts": lambda rows: _markdown_table({"head": ("", ""), "rows": rows, "numbers": ()}),
     "table": _markdown_table,
     "notice": _markdown_notice,
     "commands": lambda lines: ["```bash", *map(visible, lines), "```"],

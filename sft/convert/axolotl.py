@@ -28,14 +28,15 @@ eot_tokens -> model.eos_token -- one token ends a turn and an answer
 special_tokens.pad_token -> model.pad_token
 special_tokens.eos_token -> model.eos_token
 special_tokens.additional_special_tokens tokens -> model.new_tokens
-special_tokens.* -- the tokenizer's own
+special_tokens.* tokens.* -- the tokenizer's own
 *_embeddings_to_32x shrink_embeddings mean_resizing_embeddings -- the embeddings get as many rows as model.new_tokens need
 model_config.rope_scaling.* -- write it as model.rope_scaling
 model_config.* overrides_of_model_config.* -- config.json of the model says it; change it there
 flash_attention sdp_attention eager_attention -> model.attn_implementation
 flex_* large_head_attention xformers_attention sage_attention s2_attention flash_optimum -- not one of model.attn_implementation
-plugins liger_* lora_*_kernel fused_attn_kernel cut_cross_entropy chunked_cross_entropy flash_attn_* sdpa_varlen use_kernels
-use_scattermoe use_sonicmoe experts_implementation tiled_mlp* unsloth_* -- kernels: Liger's layers are the default, model.kernels
+plugins liger_* lora_*_kernel fused_attn_kernel cut_cross_entropy chunked_cross_entropy flash_attn_* sdpa_varlen use_*kernels
+use_scattermoe use_sonicmoe experts_implementation tiled_mlp* unsloth_* gemma4_*
+dsv4_* -- kernels: Liger's layers are the default, model.kernels
 reinit_weights -- weights are always loaded: to train random ones is pretraining
 adapter -> model.lora -- {training.ADAPTERS}
 load_in_4bit load_in_8bit -> model.quantization
@@ -43,8 +44,7 @@ lora_r -> model.lora.r
 lora_alpha lora_dropout -> model.lora.*
 lora_target_linear lora_target_modules -> model.lora.target_modules
 lora_modules_to_save -> model.lora.modules_to_save
-lora_rank_pattern.* -> model.lora.rank_pattern
-lora_alpha_pattern.* -> model.lora.alpha_pattern
+lora_rank_pattern.* lora_alpha_pattern.* -- write it as model.lora.rank_pattern and model.lora.alpha_pattern
 peft_use_dora -> model.lora.use_dora
 peft_use_rslora -> model.lora.use_rslora
 peft_init_lora_weights -> model.lora.init_lora_weights
@@ -141,11 +141,6 @@ def _layers(c: Conversion, key: str, value: Any) -> Any:
     return value
 
 
-def _pattern(c: Conversion, key: str, value: Any) -> dict[str, Any]:
-    kind = key.partition(".")[0] + "."
-    return {name.removeprefix(kind): one for name, one in c.keys.items() if name.startswith(kind)}
-
-
 def _freeze(c: Conversion, key: str, value: Any) -> Any:
     """All names in which none of the patterns of what is trained is found."""
     patterns = [pattern.replace(".", r"\.") for pattern in as_list(value)]
@@ -178,8 +173,6 @@ AXOLOTL = training.SHARED | training.rows(
         "special_tokens.eos_token": lambda c, key, value: value,
         "model.new_tokens": _new_tokens,
         "model.lora.target_modules": _layers,
-        "model.lora.rank_pattern": _pattern,
-        "model.lora.alpha_pattern": _pattern,
         "model.freeze": _freeze,
         "excess_length_strategy": {"drop": "drop", "truncate": "truncate", "raise": "error"},
         "train_on_inputs": {"true": "all", "false": "auto"},

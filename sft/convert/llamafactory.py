@@ -24,6 +24,7 @@ _BOTH = """
 cutoff_len -> data.max_length -- LLaMA-Factory shortens prompt and answer; here the end of a longer document is cut
 val_size -> data.held_out -- a fraction; a number of rows becomes 1%
 packing -> data.packing (false) -- documents of a pack never attend to each other here, as with neat_packing
+flash_attn -> model.attn_implementation
 enable_thinking -> data.reasoning -- whether reasoning content is trained
 early_stopping_steps -> train.early_stopping_patience
 """
@@ -44,7 +45,6 @@ quantization_bit quantization_type -> model.quantization -- 4 is nf4 or fp4, 8 i
 quantization_method -> model.quantization -- bitsandbytes is the only one here
 double_quantization -> model.bnb_4bit_use_double_quant
 freeze_trainable_* freeze_extra_modules use_llama_pro -- all weights are trained, or adapters: model.lora
-flash_attn -> model.attn_implementation
 enable_liger_kernel -> model.kernels
 disable_gradient_checkpointing -> train.gradient_checkpointing
 rope_scaling -- model.rope_scaling, with a factor: LLaMA-Factory computes it from cutoff_len

@@ -83,7 +83,7 @@ save_adapter_weights_only -- final/adapter has the adapters alone, final/ the me
 enable_async_checkpointing -- a checkpoint is complete before training continues
 resume_from_checkpoint -- a run resumes by itself: train.resume
 profiler.enabled -> train.profile
-profiler.* -- docs/metrics.md says what train.profile traces
+profiler.* -- docs/debugging.md says what train.profile traces
 device cudnn_deterministic_mode collate_fn resize_token_embeddings -- the plan decides it
 output_dir -> output_dir -- runs go to a folder of their own below it: <output_dir>/<recipe>/<run>
 name project -- a name of this file's own
@@ -137,12 +137,6 @@ def _loss_on(c: Conversion, key: str, value: Any) -> str:
     return "all" if is_true(value) else "auto"
 
 
-_OPTIMIZERS = {
-    "torch.optim.adamw": "adamw",
-    "bitsandbytes.optim.adamw8bit": "adamw_8bit",
-    "bitsandbytes.optim.pagedadamw": "adamw",
-    "bitsandbytes.optim.pagedadamw8bit": "paged_adamw_8bit",
-}
 _LOGGERS = {
     "torchtune.training.metric_logging.wandblogger": ["wandb"],
     "torchtune.training.metric_logging.tensorboardlogger": ["tensorboard"],
@@ -157,7 +151,6 @@ TORCHTUNE = training.rows(
         "model.quantization": _quantization,
         "train.global_batch_size": training.batch("batch_size", 1),
         "train.max_steps": _max_steps,
-        "optimizer._component_": _OPTIMIZERS,
         "train.adam_beta2": _beta2,
         "train.lr_scheduler_type": _schedule,
         "dtype": {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"},
@@ -210,17 +203,6 @@ def convert(c: Conversion) -> None:
 _DATASETS: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"path": "tatsu-lab/alpaca", "format": "alpaca"},
     "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "format": "alpaca"},
-    "slimorca_dataset": {"path": "Open-Orca/SlimOrca-Dedup", "format": "sharegpt"},
-    "samsum_dataset": {
-        "path": "Samsung/samsum",
-        "format": "prompt_completion",
-        "columns": {"prompt": "dialogue", "completion": "summary"},
-    },
-    "grammar_dataset": {
-        "path": "liweili/c4_200m",
-        "format": "prompt_completion",
-        "columns": {"prompt": "input", "completion": "output"},
-    },
     "text_completion_dataset": {"format": "text"},
     "instruct_dataset": {"format": "prompt_completion"},
 }

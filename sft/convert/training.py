@@ -63,7 +63,7 @@ fp8* -- float8 is not supported
 gradient_checkpointing activation_checkpointing -> train.gradient_checkpointing
 gradient_checkpointing_kwargs.* activation_checkpointing_kwargs.* -- always without reentry; the results are the same
 activation_offloading -- train.gradient_checkpointing: offload keeps each layer's input in CPU memory
-torch_compile -> model.compile -- each decoder layer is compiled, instead of Liger's layers
+torch_compile -> model.compile -- each decoder layer is compiled, instead of Liger's layers; not with ZeRO-3 or quantization
 torch_compile_* -- model.compile takes no options
 seed -> train.seed -- rows are drawn differently
 data_seed -> data.seed -- rows are drawn differently
@@ -215,6 +215,14 @@ def _schedule_name(c: Conversion, key: str, value: Any) -> str:
     return _schedule(c) or value
 
 
+def _compile(c: Conversion, key: str, value: Any) -> Any:
+    if not is_true(value):
+        raise HoldsAnyway("not compiled")
+    if "model.quantization" in c.settings or str(c.settings.get("train.deepspeed")).startswith("zero3"):
+        raise NotCarried("model.compile does not work with quantized weights, nor with ZeRO-3")
+    return Changed(True, "each decoder layer is compiled, instead of Liger's layers")
+
+
 def _last_rate(c: Conversion, key: str, value: Any) -> Any:
     if not key.endswith((".min_lr", ".lr_end")):
         return value
@@ -238,11 +246,13 @@ def _warmup(c: Conversion, key: str, value: Any) -> Any:
 
 
 _OPTIMIZERS = {
-    **dict.fromkeys("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused".split(), ("adamw", "")),
-    "adamw_bnb_8bit": ("adamw_8bit", ""),
+    **dict.fromkeys("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused torch.optim.adamw".split(), ("adamw", "")),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw8bit"), ("adamw_8bit", "")),
     **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), ("adamw_8bit", "that of bitsandbytes")),
+    "pagedadamw8bit": ("paged_adamw_8bit", ""),
     **dict.fromkeys(
-        ("paged_adamw", "paged_adamw_32bit"), ("adamw", "with states on the GPU: only 8-bit ones are paged here")
+        ("paged_adamw", "paged_adamw_32bit", "pagedadamw"),
+        ("adamw", "with states on the GPU: only 8-bit ones are paged here"),
     ),
     **dict.fromkeys(
         "lion lion_32bit lion_8bit paged_lion_8bit paged_lion_32bit".split(),
@@ -255,7 +265,8 @@ _OPTIMIZERS = {
 
 def _optimizer(c: Conversion) -> tuple[str, str]:
     """The optimizer and what differs, once the engine is known: 8-bit states are not sharded."""
-    theirs = "muon" if is_true(c.get("use_muon")) else str(c.get("optim", c.get("optimizer", "adamw"))).lower()
+    named = next((c.get(key) for key in ("optim", "optimizer", "optimizer._component_") if c.get(key)), "adamw")
+    theirs = "muon" if is_true(c.get("use_muon")) else str(named).lower().removeprefix("bitsandbytes.optim.")
     name, why = _OPTIMIZERS.get(theirs, (theirs, ""))
     if name.endswith("8bit") and ("train.deepspeed" in c.settings or "train.fsdp" in c.settings):
         return "adamw", "its 8-bit states cannot be sharded; fp32 ones are, and take more memory"
@@ -338,6 +349,7 @@ _TRANSLATIONS: dict[str, Translation] = {
     "train.fsdp.sharding_strategy": {"true": "full_shard", "false": "shard_grad_op"} | _STRATEGIES,
     "train.fsdp.state_dict_type": {"full_state_dict": "full", "sharded_state_dict": "sharded"},
     "train.gradient_checkpointing": {"true": True, "false": False, "offload": "offload", "offload_disk": "offload"},
+    "model.compile": _compile,
     "train.precision": _precision,
     "train.max_steps": _max_steps,
     "train.lr_scheduler_type": _schedule_name,

@@ -218,7 +218,7 @@ def to_measure(job: Job, trial: Trial) -> Job:
         micro_batch_size=Decision(trial.micro_batch_size, why),
         gradient_accumulation_steps=Decision(PASSES, why),
         # A step of several micro-batches may need larger gradients than a step of one.
-        gradients=resolve_gradients(job.recipe, job.hardware, job.model, job.deepspeed, precision, PASSES),
+        gradients=resolve_gradients(job.recipe, job.hardware, job.deepspeed, precision, PASSES),
         gradient_checkpointing=Decision(trial.gradient_checkpointing, why),
         max_steps=Decision(_STEPS, why),
     )

@@ -17,7 +17,7 @@ from typing import NoReturn
 from sft.checkpoint.load_again import Load, exchange_of
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.files import remove
-from sft.launch.open_run import claim, keep_recipe, unfinished_run
+from sft.launch.open_run import claim, unfinished_run
 from sft.parallel.environment import environment_without_launcher
 from sft.plan.job import Job
 from sft.program import report_result, run_main, shown_command
@@ -45,7 +45,7 @@ def unfinished_evaluation(job: Job) -> Run | None:
     if run is None or run.record.get("evaluation") not in EVALUATION_LEFT or not (run.final / "config.json").is_file():
         return None
     if os.environ.get("RANK", "0") == "0":
-        keep_recipe(run, job)
+        run.recipe_file.write_bytes(job.recipe_path.read_bytes())
         run.update(overrides=list(job.overrides), recipe_values=job.recipe.model_dump(mode="json"))
     return run
 

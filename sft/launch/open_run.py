@@ -243,17 +243,6 @@ def _make(folder: Path, name: str | None) -> Run:
     raise _name_is_taken(folder / (name or started))
 
 
-def keep_recipe(run: Run, job: Job) -> None:
-    """Write the recipe of this session, and keep that of the sessions before it if its text differs."""
-    text = job.recipe_path.read_bytes()
-    with suppress(FileNotFoundError):
-        if run.recipe_file.read_bytes() == text:
-            return
-        sessions = len(run.record.get("sessions", [])) or 1
-        run.recipe_file.replace(run.path / f"recipe.session-{sessions}.yaml")
-    run.recipe_file.write_bytes(text)
-
-
 # Opening it.
 
 
@@ -306,7 +295,7 @@ def _open(job: Job) -> OpenedRun:
         updated = differences(run.record.get("versions", versions), versions, "versions")
         updated += differences(run.record.get("code", {}), code_hashes(job.recipe), "code")
         notes += [f"changed since the last session: {change}" for change in [*changes, *updated]]
-        keep_recipe(run, job)
+        run.recipe_file.write_bytes(job.recipe_path.read_bytes())
         copy_code(job.recipe, run.path)
     notes.append(resume_plan.words if resume_plan else None)
     forget_failure(run.path)

@@ -140,31 +140,25 @@ def _micro_batch(
         return Decision(stated_size, "the recipe")
     if tuned and share % tuned.micro_batch_size == 0:
         return Decision(tuned.micro_batch_size, tuned.reason)
-    budget, why = _token_budget(recipe, hardware, attention)
-    stages = recipe.train.pipeline_parallel_size
-    if stages > 1:
+    budget = _token_budget(recipe, hardware, attention)
+    if (stages := recipe.train.pipeline_parallel_size) > 1:
         # Four micro-batches a stage leave less than a fifth of the time idle.
         budget = min(budget, max(1, share // (4 * stages)) * recipe.sequence_length)
-        why = f"{why}, and four micro-batches for each of {stages} stages"
     sizes = [one for one in reversed(divisors(share)) if one == 1 or one * recipe.sequence_length <= budget]
     size = next((one for one in sizes if (need := memory_with(one)) is None or need.lack is None), 1)
     full = f"; {sizes[0]} would not fit" if size < sizes[0] else ""
-    reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){full}"
-    return Decision(size, reason)
+    return Decision(size, f"auto: the largest divisor of {share} within {budget} tokens a forward pass{full}")
 
 
-def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
+def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> int:
     """Tokens of a forward pass: a rule of thumb, at which the activations of a 3B model with checkpointing fit with room."""
-    gpu, is_masked = hardware.gpu, recipe.data.packing and attention in ("sdpa", "eager")
-    if recipe.data.packing and recipe.train.sequence_parallel_size > 1:
-        return recipe.sequence_length, "one pack, which the ranks of a group share"
-    if gpu is None:
-        return (512, f"on a CPU, {attention}'s packed mask grows with the square") if is_masked else (1024, "on a CPU")
-    if is_masked:
-        why = f"one pack: {attention}'s mask over several grows with the square of their tokens"
-        return recipe.sequence_length, why
-    tokens = 16384 if gpu.memory_gib >= 70 else 8192 if gpu.memory_gib >= 38 else 4096
-    return tokens, f"a GPU of {gpu.memory_gib:.0f} GiB"
+    if recipe.data.packing and (attention in ("sdpa", "eager") or recipe.train.sequence_parallel_size > 1):
+        return (
+            recipe.sequence_length
+        )  # a mask over several packs grows with the square of their tokens, and a group of ranks shares one
+    if hardware.gpu is None:
+        return 1024
+    return 16384 if hardware.gpu.memory_gib >= 70 else 8192 if hardware.gpu.memory_gib >= 38 else 4096
 
 
 def sequences_per_epoch(recipe: Recipe, data: DataFacts) -> int:

@@ -131,17 +131,15 @@ def _devices() -> list[_Device]:
     """What NVML lists; empty without a driver. Raises PlanError if a driver is there and does not answer, as after its update."""
     try:
         pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_device(str(index), handle) for index, handle in enumerate(handles)]
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return []
     except pynvml.NVMLError as error:
-        raise _no_answer(error) from None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [_device(str(index), handle) for index, handle in enumerate(handles)]
-    except pynvml.NVMLError as error:
-        raise _no_answer(error) from None
-    finally:
-        pynvml.nvmlShutdown()
+        raise PlanError(
+            f"The NVIDIA driver is installed and does not list its GPUs: {error}. See what nvidia-smi says; often a restart helps. "
+            "To train on the CPU, set CUDA_VISIBLE_DEVICES= (empty)."
+        ) from None
 
 
 def driver_version() -> str | None:
@@ -151,13 +149,6 @@ def driver_version() -> str | None:
         return str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
         return None
-
-
-def _no_answer(error: pynvml.NVMLError) -> PlanError:
-    return PlanError(
-        f"The NVIDIA driver is installed and does not list its GPUs: {error}. See what nvidia-smi says; often a restart helps. "
-        "To train on the CPU, set CUDA_VISIBLE_DEVICES= (empty)."
-    )
 
 
 def _device(index: str, handle: Any) -> _Device:

@@ -69,8 +69,4 @@ def keep_decisions(job: Job, data: DataFacts, earlier: Mapping[str, Any]) -> Job
     decisions: dict[str, Any] = {
         name: Decision(value, REASON) for name, value in kept.items() if getattr(plan, name).value == value
     }
-    same = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
-    if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
-        # It also follows from the memory of the machine.
-        decisions["gradients"] = Decision(earlier["gradients"], REASON)
     return replace(job, plan=replace(plan, **decisions), data=data)

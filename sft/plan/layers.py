@@ -104,16 +104,13 @@ def _attention_problems(hardware: Hardware, precision: str, known: Architecture,
 
 def resolve_kernels(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
     """`liger` or `none`, as they will run; sft/plan/refusals.py refuses an explicit `liger` that has a problem."""
-    wanted = recipe.model.kernels
-    if wanted == "none":
-        return Decision("none", "the recipe")
+    wanted, problem = recipe.model.kernels, kernels_problem(recipe, hardware, model)
     if wanted == "liger" and hardware.gpu is None:
         why = "the recipe asks for liger, whose kernels do not run on a CPU; plain layers give the same result"
         return Decision("none", why)
-    if wanted == "auto" and (problem := kernels_problem(recipe, hardware, model)):
-        return Decision("none", f"auto: {problem}")
-    reason = "auto" if wanted == "auto" else "the recipe"
-    return Decision("liger", f"{reason}: fused norms, rotary embedding and MLP; the loss path is TRL's fused head")
+    if wanted == "auto":
+        return Decision("none" if problem else "liger", f"auto: {problem or 'fused norms, rotary embedding and MLP'}")
+    return Decision(wanted, "the recipe")
 
 
 def kernels_problem(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> str | None:

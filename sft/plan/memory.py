@@ -116,7 +116,7 @@ class _Sizes:
         kept_in = resolve_weights(recipe, hardware, None, self.precision).value
         self.autocasts = self.stage == 0 and self.is_half and kept_in == "fp32"
         accumulation = ceil(recipe.sequences_per_step / micro / hardware.ranks)
-        added_up_in = resolve_gradients(recipe, hardware, model, None, self.precision, accumulation).value
+        added_up_in = resolve_gradients(recipe, hardware, None, self.precision, accumulation).value
         self.of_gradient = 4 if added_up_in == "fp32" else 2
         """Bytes of a trained parameter's gradient between micro-batches, without ZeRO."""
         self.passed = self._pass(hardware, model)

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.plan import Decision, stated
 from sft.recipe.schema import Recipe
 
-_WORDS = {
-    "adamw": "fused AdamW, two fp32 moments",
-    "adamw_8bit": "bitsandbytes' AdamW, two 8-bit moments in blocks of 256; fp32 for embeddings",
-    "paged_adamw_8bit": "bitsandbytes' AdamW, two 8-bit moments that move to the machine's memory when the GPU is full",
-    "adafactor": "transformers' Adafactor at the recipe's learning rate, without momentum; a row and a column for each matrix",
-    "lion": "one fp32 average, whose sign is the update; learning rates are usually 3 to 10 times lower than AdamW's",
-    "muon": "torch's Muon for the matrices of the layers, one fp32 momentum; AdamW for embeddings, head, norms and biases",
-}
-
 
 def resolve_optimizer(recipe: Recipe) -> Decision[str]:
-    """The optimizer's name, and in the reason what it keeps."""
-    train = recipe.train
-    given = "".join(f", {name}={value}" for name, value in train.optimizer_arguments.items())
-    return Decision(train.optim, f"{stated(train, 'optim')}: {_WORDS[train.optim]}{given}")
+    """The optimizer's name, and in the reason its arguments."""
+    given = "".join(f", {name}={value}" for name, value in recipe.train.optimizer_arguments.items())
+    return Decision(recipe.train.optim, stated(recipe.train, "optim") + given)
 
 
 def uses_bitsandbytes(recipe: Recipe) -> bool:
@@ -58,7 +47,7 @@ def optimizer_refusals(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedF
         return
     if optim == "paged_adamw_8bit" and hardware.gpu is None:
         yield f"{key} moves states between a GPU and the machine, and there is no GPU here. Set train.optim=adamw_8bit."
-    if optim.endswith("8bit") and find_spec("bitsandbytes") is None:
+    if optim.endswith("8bit") and not hardware.has_bitsandbytes:
         yield f"{key} needs bitsandbytes, which is not installed: pip install -e '.[qlora]'."
     if deepspeed is not None and (deepspeed.offload is not None or deepspeed.stage == 0):
         yield f"{key}, and {deepspeed.path.name} offloads, or is DeepSpeed without ZeRO: only AdamW runs there. Set train.optim=adamw."

@@ -14,9 +14,6 @@ from sft.recipe.schema import Recipe
 
 MASTER = "bf16 with an fp32 copy"
 
-_ROOM = 0.15
-"""Fraction of a GPU's memory that stays for activations and buffers."""
-
 
 def has_bf16(gpu: Gpu | None) -> bool:
     """Whether a GPU computes in bf16."""
@@ -73,24 +70,14 @@ def resolve_quantization(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
 ) -> Decision[str]:
     """What the frozen base is kept in."""
-    model = recipe.model
-    if model.quantization is None:
-        return Decision("none", stated(model, "quantization"))
-    parts = ["the recipe: bitsandbytes"]
-    if model.quantization != "int8":
-        parts += ["with double quantization"] if model.bnb_4bit_use_double_quant else []
-        parts += [f"stored as {quant_storage(recipe, hardware, deepspeed, precision)}"]
-    parts += [f"computed in {precision}", "final/ and its evaluation: adapters merged into the dequantized base"]
-    return Decision(model.quantization, ", ".join(parts))
+    if (kind := recipe.model.quantization) is None:
+        return Decision("none", stated(recipe.model, "quantization"))
+    stored = "" if kind == "int8" else f", stored as {quant_storage(recipe, hardware, deepspeed, precision)}"
+    return Decision(kind, f"the recipe: bitsandbytes{stored}, computed in {precision}; final/ is dequantized")
 
 
 def resolve_gradients(
-    recipe: Recipe,
-    hardware: Hardware,
-    model: ModelFacts,
-    deepspeed: DeepSpeedFile | None,
-    precision: str,
-    accumulation: int,
+    recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str, accumulation: int
 ) -> Decision[str]:
     """What the gradients of a step's micro-batches are added up in: `fp32`, `bf16` or `fp16`."""
     if deepspeed is not None:
@@ -98,15 +85,6 @@ def resolve_gradients(
         return Decision(str(named), f"data_types.grad_accum_dtype of {deepspeed.path.name}")
     if resolve_fsdp(recipe, hardware) is not None:
         return Decision("fp32", "reduced over the ranks in fp32 after each micro-batch, into the rank's shard")
-    if resolve_weights(recipe, hardware, None, precision).value != MASTER:
-        return Decision("fp32", "the dtype of what is trained")
-    if accumulation == 1:
+    if resolve_weights(recipe, hardware, None, precision).value == MASTER and accumulation == 1:
         return Decision("bf16", "one micro-batch a step: nothing is added up")
-    if hardware.gpu is None or model.parameters is None:
-        return Decision("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
-    # 2 weights + 4 copy + 8 moments + 4 gradients
-    needed, memory = 18 * model.parameters / 2**30, hardware.gpu.memory_gib
-    how = f"{accumulation} micro-batches a step; fp32 takes 18 bytes a parameter, {needed:.0f} of {memory:.0f} GiB"
-    if needed <= (1 - _ROOM) * memory:
-        return Decision("fp32", how)
-    return Decision("bf16", f"{how}, and leaves no room for activations: each micro-batch is rounded")
+    return Decision("fp32", "bf16 would round each of a step's micro-batches")

@@ -26,6 +26,7 @@ UNTESTED = {
     "fsdp": "fp16, new rows, dora, decomposed, modules_to_save, int8",
     "quantization": "compile, decomposed",
     "int8": "dora",
+    "eval during training": "tensor parallel, sequence parallel, pipeline, compile",
     "freeze": "lora",
     "smoothing": "loss_type",
     "selective": "eager",
@@ -34,7 +35,7 @@ UNTESTED = {
 
 
 def _used(case: Case) -> dict[str, str]:
-    """What the recipe uses of all that does not work with everything, as a person writes it."""
+    """What does not work with everything, as a person writes it; empty where the recipe does not use it."""
     train, model, lora = case.recipe.train, case.recipe.model, case.recipe.model.lora
     stage, selective = case.deepspeed and case.deepspeed.stage, train.gradient_checkpointing == "selective"
     rows = {
@@ -56,6 +57,7 @@ def _used(case: Case) -> dict[str, str]:
         "best": (train.load_best_model_at_end, "train.load_best_model_at_end=true"),
         "selective": (selective, "train.gradient_checkpointing=selective"),
         "selective lora": (selective and lora is not None, "train.gradient_checkpointing=selective and model.lora"),
+        "eval during training": (case.recipe.eval.every_steps is not None, "eval.every_steps"),
         "eager": (case.plan.attention.value == "eager", "model.attn_implementation=eager"),
         "compile": (model.compile, "model.compile=true"),
         "freeze": (bool(model.freeze), "model.freeze"),
@@ -72,7 +74,7 @@ def _used(case: Case) -> dict[str, str]:
         ),
         "modules_to_save": (bool(lora and lora.modules_to_save), "model.lora.modules_to_save"),
     }
-    return {word: shown for word, (is_used, shown) in rows.items() if is_used}
+    return {word: shown if is_used else "" for word, (is_used, shown) in rows.items()}
 
 
 def refuse(case: Case) -> None:
@@ -82,7 +84,7 @@ def refuse(case: Case) -> None:
         f"{used[one]} with {used[other]} does not work, or is untested. Change one of them."
         for one, others in UNTESTED.items()
         for other in others.split(", ")
-        if one in used and other in used
+        if used[one] and used[other]
     ]
     problems += [*_numbers(case), *_schedule(case), *rope_refusals(case.recipe, case.model)]
     problems += [*optimizer_refusals(case.recipe, case.hardware, case.deepspeed), *_precision(case), *_layers(case)]

@@ -71,7 +71,7 @@ def resolve_plan(
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         quantization=resolve_quantization(recipe, hardware, deepspeed, precision.value),
-        gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
+        gradients=resolve_gradients(recipe, hardware, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=resolve_kernels(recipe, hardware, model),
         compile=Decision(recipe.model.compile, stated(recipe.model, "compile")),

@@ -260,23 +260,14 @@ class Train(Optimization):
     def _one_engine(self) -> Train:
         engines = {"parallel": self.parallel, "deepspeed": self.deepspeed, "fsdp": self.fsdp}
         given = [name for name, value in engines.items() if value is not None]
-        tensor, sequence = self.tensor_parallel_size, self.sequence_parallel_size
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each name the engine: give one of them")
-        sizes = {"tensor_parallel_size": tensor, "sequence_parallel_size": sequence}
+        sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "sequence_parallel_size")}
         others = [*given, *(f"{name}={size}" for name, size in sizes.items() if size > 1)]
         if self.pipeline_parallel_size > 1 and others:
             raise ValueError(
                 f"pipeline_parallel_size={self.pipeline_parallel_size} does not work with {' and '.join(others)}: remove one of them. The "
                 "GPUs of a stage share its batches as DDP does"
-            )
-        if tensor > 1 and self.deepspeed is not None:
-            raise ValueError(
-                f"tensor_parallel_size={tensor} does not work with deepspeed={self.deepspeed}: remove one of them"
-            )
-        if sequence > 1 and self.deepspeed is None and self.parallel is None:
-            raise ValueError(
-                f"sequence_parallel_size={sequence} needs DeepSpeed ZeRO-2 or ZeRO-3: set deepspeed to zero2 or zero3, or parallel to auto"
             )
         return self
 

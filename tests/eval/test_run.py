@@ -176,15 +176,6 @@ def test_a_run_without_its_final_model_is_told_its_status(run: Run) -> None:
         main([str(run.path)])
 
 
-def test_a_mistake_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "eval.run", str(tmp_path), "tasks=gsm8k"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "is not the folder of a run" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_another_evaluation_does_not_replace_the_recipes_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path)])

@@ -74,19 +74,6 @@ def test_what_moves_a_score_has_another_key(base: Path, settings: Resolve, refer
     assert base_key(replace(target, label="other"), prompting(plain, reference), ALONE) == keys[0]
 
 
-def test_kept_results_are_copied_whole_and_stay(tmp_path: Path) -> None:
-    run = tmp_path / "run" / "base"
-    assert reuse(run, "key", tmp_path) is None
-    keep(tmp_path, "key", results(tmp_path / "first"))
-    run.mkdir(parents=True)
-    (run / "samples_old.jsonl").touch()
-    assert reuse(run, "key", tmp_path) == str(tmp_path / FOLDER / "key")
-    assert {path.name for path in run.iterdir()} == {"results.json", "samples_arc.jsonl"}
-    assert reuse(run, "key", tmp_path) == str(run)  # what it has copied is its own
-    (run / "results.json").write_text("changed in the run")
-    assert json.loads((tmp_path / FOLDER / "key" / "results.json").read_text())["score"] == 0.5
-
-
 def test_a_folder_that_cannot_be_written_to_keeps_nothing_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file where a folder should be")
     keep(tmp_path, "key", results(tmp_path / "first"))

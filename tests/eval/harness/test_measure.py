@@ -47,39 +47,6 @@ def answers(output: Path, task: str) -> list[str]:
     return [one["resps"][0][0] for one in samples(output, task)]
 
 
-def test_an_evaluation_is_what_lm_eval_measures_with_the_same_settings(
-    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
-) -> None:
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    generate = write_task("generate", generation_kwargs={"until": ["\n"], "max_gen_toks": 12})
-    choose = write_task(
-        "choose",
-        [{"question": f"Number {n}?", "choices": ["one", "two", "seven"], "gold": n % 3} for n in range(6)],
-        output_type="multiple_choice",
-        doc_to_choice="choices",
-        doc_to_target="gold",
-        generation_kwargs=None,
-        metric_list=None,
-    )
-    ours = measure(tuned_model, reference, tmp_path / "ours", generate, choose)
-    theirs = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(tuned_model), "dtype": "float32", "add_bos_token": False},
-        tasks=[str(generate), str(choose)],
-        task_manager=TaskManager(include_defaults=False),
-        batch_size=32,
-        device="cpu",
-        apply_chat_template=True,
-        fewshot_as_multiturn=True,
-    )
-    assert ours["results"] == theirs["results"]
-    assert answers(tmp_path / "ours", "generate") == [one["resps"][0][0] for one in theirs["samples"]["generate"]]
-    chosen = [[list(map(str, response)) for response in one["filtered_resps"]] for one in theirs["samples"]["choose"]]
-    assert [one["filtered_resps"] for one in samples(tmp_path / "ours", "choose")] == chosen
-
-
 def test_the_output_is_lm_evals_with_the_settings_beside_it(
     tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +94,18 @@ def test_both_models_stop_at_the_same_tokens(
     for stopped, free in zip(answers(tmp_path / "stopped", "mine"), answers(tmp_path / "free", "mine"), strict=True):
         assert free.startswith(stopped)
         assert len(stopped) < len(free) / 2
+
+
+@pytest.mark.slow
+def test_answers_that_are_cut_off_are_a_warning(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": f"Number {n}?", "answer": str(n)} for n in range(8)]
+    letters = write_task("letters", rows, generation_kwargs={"until": ["\n"], "max_gen_toks": 1})
+    cut = write_task("cut", rows, generation_kwargs={"until": ["\n"], "max_gen_toks": 8})
+    (doubt,) = measure(tuned_model, reference, tmp_path / "out", letters, cut)["doubts"]
+    assert "answers to cut are cut off at max_gen_toks" in doubt
+    assert f"Warning: {doubt}" in capsys.readouterr().out
 
 
 def test_a_task_that_fails_costs_only_itself(

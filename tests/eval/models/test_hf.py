@@ -81,7 +81,7 @@ def test_an_error_or_the_end_of_a_helper_is_named(
         ask(("b", None))
     assert len(ask(("b", {"until": [], "max_gen_toks": 2}))) == 2  # it goes on with the next task
     os.kill(int(model.helpers[0].process.pid or 0), signal.SIGKILL)
-    with pytest.raises(LostRank, match="Process 1 of the evaluation was ended by SIGKILL"):
+    with pytest.raises(LostRank, match="Process 1 of the evaluation has ended with exit status -9"):
         ask(("b", {"until": [], "max_gen_toks": 2}))
     missing = replace(target, model=str(tuned_model / "nothing"))
     with pytest.raises((EvaluationError, OSError)):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from eval.report.blocks import MOST_LINES, facts, notice, table
 from eval.report.collect import collect_report
 from eval.report.main import write_report
 from eval.report.pages import MOST_OF_AN_ANSWER, as_html, html_text, said
@@ -128,10 +127,6 @@ def test_hidden_characters_are_shown_and_what_scripts_need_is_kept(run: Run) -> 
 def test_what_is_long_is_cut_and_says_how_much_is_missing() -> None:
     assert said("x" * (MOST_OF_AN_ANSWER + 5)) == "x" * MOST_OF_AN_ANSWER + " … and 5 more characters"
     assert html_text("y" * 5000).endswith("and 3,000 more characters")
-    for block in (table(["a"], [["x"]] * 1000), facts({str(n): n for n in range(1000)})):
-        assert (len(block.value["rows"]), block.value["more"]) == (300, 700)
-    lines = notice("plain", "a", ["x"] * 1000).value["lines"]
-    assert (len(lines), lines[-1]) == (MOST_LINES + 1, f"and {1000 - MOST_LINES} more")
 
 
 def test_the_report_holds_no_secret(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

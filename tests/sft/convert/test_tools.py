@@ -84,7 +84,6 @@ STOPPING = {"early_stopping_patience": 3, "eval_steps": 50, "save_steps": 100}
 VARIANTS = {
     "peft_use_dora": True,
     "lora_modules_to_save": ["embed_tokens"],
-    "lora_rank_pattern": {"layers.0": 4},
     "lora_r": 8,
 }
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -141,7 +140,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         AXOLOTL | VARIANTS | LORA | {"lora_target_linear": True},
         {"model.lora.use_dora": True, "model.lora.modules_to_save": ("embed_tokens",), "model.lora.r": 8}
-        | {"model.lora.rank_pattern": {"layers.0": 4}, "model.lora.target_modules": "all-linear"},
+        | {"model.lora.target_modules": "all-linear"},
     ),
     (AXOLOTL | VARIANTS, {"model.lora": None}),
     (

@@ -35,6 +35,7 @@ version: 3
 output_dir: /data/secret/outputs
 model: {name_or_path: "builtin:demo"}
 data: {train: [{path: /data/secret/chats.jsonl}, {path: owner/dataset}], max_length: 128}
+eval: {system_instruction: "/no_think Say yes/no/maybe.", server: {base_url: "http://secret:8000/v1"}}
 train: {global_batch_size: 8, deepspeed: zero2}
 tracking: {report_to: [wandb], project: my-company}
 """
@@ -94,9 +95,6 @@ def test_a_damaged_checkpoint_and_a_missing_tokenizer_are_refused(run: Run) -> N
 def test_a_place_that_exists_or_lies_in_the_run_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="exists"):
         check_output(tmp_path, run.path)
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(ExportError, match="exists"):
-        check_output(tmp_path / "link", run.path)
     with pytest.raises(ExportError, match="inside the run"):
         check_output(run.path / "export", run.path)
     (tmp_path / "file").touch()
@@ -203,6 +201,7 @@ def test_a_recipe_is_shown_without_places_trackers_and_keys(run: Run) -> None:
     values = yaml.safe_load(shown)
     assert [one["path"] for one in values["data"]["train"]] == ["chats.jsonl", "owner/dataset"]
     assert values["train"] == {"global_batch_size": 8, "deepspeed": "zero2"}
+    assert values["eval"] == {"system_instruction": "/no_think Say yes/no/maybe."}
     assert "secret" not in shown
     assert "my-company" not in shown
 

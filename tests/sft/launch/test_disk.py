@@ -53,12 +53,6 @@ def test_there_must_be_room_for_one_checkpoint_more_than_is_kept(
     assert checkpoints_to_come(planned, there) == expected
 
 
-def test_the_best_checkpoint_is_kept_besides(tmp_path: Path) -> None:
-    best = ["data.held_out=0.1", "train.load_best_model_at_end=true"]
-    planned = job(tmp_path, "train.save_steps=200", "train.save_total_limit=2", "train.max_steps=2000", *best)
-    assert checkpoints_to_come(planned, 0) == 4
-
-
 def test_a_disk_without_room_is_told_with_both_sizes_and_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

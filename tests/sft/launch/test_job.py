@@ -45,12 +45,6 @@ def test_a_plan_alone_needs_no_model_at_hand(path: Path, monkeypatch: pytest.Mon
         open_job(path, hub, described_hardware("8x80GB"))
 
 
-def test_a_recipe_of_this_repository_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    job = open_job(Path("recipes/qwen3b.yaml"), [], described_hardware("8x80GB"), to_run=False)
-    assert job.recipe_path == REPOSITORY / "recipes" / "qwen3b.yaml"
-
-
 def test_what_prepares_data_learns_of_the_model_without_torch(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from sft.launch.job import open_recipe;"

@@ -82,10 +82,10 @@ def test_what_is_not_as_it_was_is_told(make_run: MakeRun) -> None:
     (line,) = differences_to_report(again(run))
     assert line == f"Repeats {run.path}: recipe, versions, commit and hardware are as they were."
     versions = run.record["versions"] | {"torch": "1.0"}
-    run.update(versions=versions, ranks=2, git={"commit": "abc", "dirty": False})
+    run.update(versions=versions, git={"commit": "abc", "dirty": False}, hardware=run.record["hardware"] | {"ranks": 2})
     lines = differences_to_report(again(run, "train.max_steps=3"))
     assert lines[:2] == [f"Repeats {run.path}. Differs from then:", "  train.max_steps: null -> 3"]
-    assert "  ranks: 2 -> 1" in lines
+    assert "  hardware.ranks: 2 -> 1" in lines
     assert any(line.startswith("  versions.torch: 1.0 -> ") for line in lines)
     assert any(line.startswith("  git.commit: abc -> ") for line in lines)
 

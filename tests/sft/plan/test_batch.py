@@ -68,7 +68,7 @@ def test_a_step_and_the_number_of_steps_are_the_same_on_any_number_of_gpus(ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("tokens", [1, 129, 1000, 4100])
+@pytest.mark.parametrize("tokens", [1, 1000])
 def test_a_batch_in_tokens_that_does_not_divide_names_ones_that_do(
     tokens: int, ranks: int, make_recipe: MakeRecipe
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_batch_in_tokens_that_does_not_divide_names_ones_that_do(
         assert plan_of(with_batch(make_recipe(), None, tokens=better), ranks).global_batch_size.value * 128 == better
 
 
-@pytest.mark.parametrize("micro", ["auto", 1, 3, 7])
+@pytest.mark.parametrize("micro", ["auto", 3])
 def test_a_filled_step_has_slots_for_its_sequences_and_no_forward_pass_too_many(
     micro: int | str, make_recipe: MakeRecipe
 ) -> None:

@@ -1,7 +1,6 @@
 """What each engine needs, against other people's arithmetic; and the cheapest that fits, for real models."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -9,10 +8,9 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
-from sft.plan.engine import choose_engine, open_deepspeed, resolve_memory
+from sft.plan.engine import choose_engine, open_deepspeed
 from sft.plan.hardware import Gpu, Hardware, described_hardware, machine
 from sft.plan.memory import CPU_FACTOR, estimate_memory
-from sft.plan.memory_estimate import GIB
 from sft.plan.parallelism import mesh_shape, resolve_fsdp
 from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Recipe
@@ -100,34 +98,10 @@ def test_model_states_agree_with_deepspeeds_own_estimates(
     assert needs(recipe, hardware, model, "zero3_offload").cpu == pytest.approx(memory, abs=2)
 
 
-@pytest.mark.parametrize("lora", ["null", "{}"])
-@pytest.mark.parametrize("precision", ["auto", "fp32"])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_every_cell_is_an_engine_that_fits_or_a_refusal(
-    model: ModelFacts, precision: str, lora: str, make_recipe: MakeRecipe
-) -> None:
-    recipe = make_recipe(AUTO, f"train.precision={precision}", f"model.lora={lora}", "data.max_length=4096")
-    for shape, memory in product(((1, 1), (1, 2), (1, 8), (8, 8)), (24, 40, 80, 141)):
-        hardware = machine(Gpu("GPU", float(memory), 8.0), *shape)
-        try:
-            found = choose_engine(recipe, hardware, model)
-        except PlanError as error:
-            assert "`sft plan RECIPE --fit`" in str(error)
-            continue
-        need = needs(recipe, hardware, model, found.value or "none")
-        assert need.gpu_bytes <= memory * GIB
-        assert need.cpu <= hardware.cpu_memory_gib * GIB
-        shown = resolve_memory(need, hardware, 1)
-        assert shown.value == round(need.gpu_bytes / GIB, 1)
-        assert "WARNING" not in shown.reason
-        assert need.words in shown.reason
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_checkpointing_that_keeps_less_needs_less(model: ModelFacts, make_recipe: MakeRecipe) -> None:
+def test_checkpointing_that_keeps_less_needs_less(make_recipe: MakeRecipe) -> None:
     def of(mode: str) -> float:
         recipe = make_recipe(f"train.gradient_checkpointing={mode}", "data.max_length=8192")
-        estimate = needs(recipe, described_hardware("8x80GB"), model, "zero3_offload")
+        estimate = needs(recipe, described_hardware("8x80GB"), QWEN_7B, "zero3_offload")
         return estimate.gpu["activations"]
 
     assert of("offload") < of("true") == of("auto") < of("selective") < of("2") < of("4") < of("false")

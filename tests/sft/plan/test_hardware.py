@@ -87,9 +87,8 @@ def test_several_slices_for_one_process_are_refused(machine: Machine, monkeypatc
     check_visible_gpus()
 
 
-@pytest.mark.parametrize("why", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_a_machine_without_a_driver_has_no_gpus(why: int, machine: Machine) -> None:
-    machine(*TWO, init=why)
+def test_a_machine_without_a_driver_has_no_gpus(machine: Machine) -> None:
+    machine(*TWO, init=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     assert visible_gpus() == []
 
 
@@ -99,9 +98,6 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(
     """The training would start on the CPU."""
     machine(*TWO, init=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)  # it was updated, and the machine was not restarted
     with pytest.raises(PlanError, match="does not list its GPUs"):
-        visible_gpus()
-    machine(TWO[0], Device("GPU-cccc", lost=True))
-    with pytest.raises(PlanError, match=r"lost.*CUDA_VISIBLE_DEVICES="):
         visible_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
@@ -171,21 +167,7 @@ def test_a_gpu_without_bf16_is_planned_in_fp16(words: str, memory: float, make_r
     assert (hardware.gpu.memory_gib, plan.precision.value, plan.attention.value) == (memory, "fp16", "sdpa")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "8",
-        "0x80GB",
-        "8x80TB",
-        "8x80GBx",
-        "12x80GB",
-        "0x8x80GB",
-        "8x80GB+",
-        "8xH9000",
-        "8x0GB",
-    ],
-)
+@pytest.mark.parametrize("words", ["", "8", "0x80GB", "8x80TB", "12x80GB", "0x8x80GB", "8x80GB+", "8xH9000"])
 def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
     with pytest.raises(PlanError, match=rf"--on {re.escape(words)}: .* for example 8x80GB"):
         described_hardware(words)

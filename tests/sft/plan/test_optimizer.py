@@ -43,12 +43,9 @@ def test_an_optimizer_that_an_engine_cannot_take_is_refused_with_a_remedy(
         resolve_plan(recipe, hardware, QWEN, None, file)
 
 
-def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sft.plan.optimizer.find_spec", lambda name: None)
+def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(make_recipe: MakeRecipe) -> None:
     with pytest.raises(PlanError, match=r"train.optim=adamw_8bit needs bitsandbytes.*qlora"):
-        resolve_plan(make_recipe("train.optim=adamw_8bit"), gpus(), QWEN)
+        resolve_plan(make_recipe("train.optim=adamw_8bit"), replace(gpus(), has_bitsandbytes=False), QWEN)
 
 
 def test_auto_tries_only_engines_that_take_the_optimizer(make_recipe: MakeRecipe) -> None:

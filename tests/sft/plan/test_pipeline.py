@@ -40,7 +40,7 @@ def test_the_last_stage_of_a_large_vocabulary_has_fewer_layers(make_recipe: Make
 
 
 def test_auto_takes_four_micro_batches_a_stage_where_the_batch_has_them(make_recipe: MakeRecipe) -> None:
-    plan = resolve_plan(make_recipe(STAGES + "2", "train.global_batch_size=32"), cpu(4), LLAMA)
+    plan = resolve_plan(make_recipe(STAGES + "2", "train.global_batch_size=32", "data.packing=false"), cpu(4), LLAMA)
     sizes = plan.data_parallel_ranks.value, plan.micro_batch_size.value, plan.gradient_accumulation_steps.value
     assert sizes == (2, 2, 8)
     assert plan.engine.value == "pipeline parallel"
@@ -115,11 +115,6 @@ def test_a_model_that_was_not_tested_or_is_not_known_is_refused(
 def test_another_engine_beside_stages_is_a_mistake_in_the_recipe(other: str, make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=rf"pipeline_parallel_size=2 does not work with {other.partition('=')[0]}"):
         make_recipe(STAGES + "2", f"train.{other}")
-
-
-def test_evaluation_during_the_training_is_a_mistake_in_the_recipe(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match=r"eval.every_steps=5 does not work with train.pipeline_parallel_size=2"):
-        make_recipe(STAGES + "2", "eval.tasks=[builtin:demo]", "eval.every_steps=5")
 
 
 def test_auto_over_several_nodes_mentions_stages_where_it_takes_zero_3(make_recipe: MakeRecipe) -> None:

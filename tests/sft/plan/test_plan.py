@@ -42,19 +42,14 @@ def test_precision(wanted: str, hardware: Hardware, stored: str, precision: str,
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ranks", "kind", "why"),
-    [
-        ([], 1, "gemma3_text", "has no bf16; models of type gemma3_text overflow fp16"),
-        (["train.fsdp={}"], 2, "qwen2", "fp16 is not built for train.fsdp"),
-        (["train.tensor_parallel_size=2"], 2, "qwen2", "fp16 is untested with train.tensor_parallel_size"),
-    ],
+    ("overrides", "ranks", "kind"),
+    [([], 1, "gemma3_text"), (["train.fsdp={}"], 2, "qwen2"), (["train.tensor_parallel_size=2"], 2, "qwen2")],
 )
 def test_a_gpu_without_bf16_computes_in_fp32_where_fp16_does_not_work(
-    overrides: list[str], ranks: int, kind: str, why: str, make_recipe: MakeRecipe
+    overrides: list[str], ranks: int, kind: str, make_recipe: MakeRecipe
 ) -> None:
     hardware, model = gpus(ranks, capability=7.5), ModelFacts("some/model", kind, "bfloat16")
-    found = resolve_precision(make_recipe(*overrides), hardware, model)
-    assert (found.value, why in found.reason) == ("fp32", True), found.reason
+    assert resolve_precision(make_recipe(*overrides), hardware, model).value == "fp32"
     assert resolve_precision(make_recipe(*overrides), gpus(ranks), model).value == "bf16"
     with pytest.raises(PlanError, match=r"train\.precision"):
         resolve_plan(make_recipe("train.precision=fp16", *overrides), hardware, model)
@@ -86,21 +81,10 @@ def test_what_is_trained_is_fp32_or_has_an_fp32_copy(
     assert (plan.weights.value, plan.gradients.value) == (weights, "fp32")
 
 
-@pytest.mark.parametrize(
-    ("parameters", "memory", "batch", "gradients"),
-    [
-        (3.1e9, 80, 8, "fp32"),  # 18 x 3.1e9 = 52 GiB
-        (7.6e9, 140, 8, "bf16"),  # 127 GiB leave 9%; 16 bytes are 113 GiB
-        (0.5e9, 140, 1, "bf16"),  # one micro-batch: nothing is added up
-        (None, 24, 8, "fp32"),
-    ],
-)
-def test_gradients_are_added_up_in_fp32_where_that_leaves_room(
-    parameters: float | None, memory: float, batch: int, gradients: str, make_recipe: MakeRecipe
-) -> None:
-    recipe = make_recipe(f"train.global_batch_size={batch}", "train.micro_batch_size=1")
-    model = ModelFacts("m", parameters=parameters and int(parameters))
-    assert resolve_plan(recipe, gpus(memory=memory), model).gradients.value == gradients
+def test_gradients_of_several_micro_batches_are_added_up_in_fp32(make_recipe: MakeRecipe) -> None:
+    for batch, gradients in ((8, "fp32"), (1, "bf16")):  # of one micro-batch nothing is added up
+        recipe = make_recipe(f"train.global_batch_size={batch}", "train.micro_batch_size=1")
+        assert resolve_plan(recipe, gpus(), ModelFacts("m")).gradients.value == gradients
 
 
 def test_expectations_are_arithmetic(make_recipe: MakeRecipe) -> None:
@@ -197,26 +181,6 @@ def test_a_resumed_run_keeps_what_the_recipe_leaves_open(make_recipe: MakeRecipe
     assert keep_decisions(job_of(job.recipe, gpus(2)), DATA, then).plan.micro_batch_size.value != 2
 
 
-def test_a_resumed_run_follows_what_the_recipe_sets(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("train.global_batch_size=64", "train.micro_batch_size=8", "train.gradient_checkpointing=false")
-    job = job_of(recipe, gpus())
-    planned = keep_decisions(job, DATA, decisions(job) | {"micro_batch_size": 2, "gradient_checkpointing": True}).plan
-    assert (planned.micro_batch_size.value, planned.gradient_checkpointing.value) == (8, False)
-    assert planned.micro_batch_size.reason == "the recipe"
-
-
-def test_gradients_are_added_up_as_before_on_a_machine_of_another_memory(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("train.global_batch_size=64", "train.micro_batch_size=8")
-    small, large = (job_of(recipe, gpus(memory=memory)) for memory in (56.0, 80.0))
-    then = decisions(small)
-    assert (then["gradients"], decisions(large)["gradients"]) == ("bf16", "fp32")
-    planned = keep_decisions(large, DATA, then).plan
-    assert (planned.gradients.value, planned.gradients.reason) == ("bf16", REASON)
-    # Another micro-batch, which the recipe sets now, is another question.
-    other = job_of(make_recipe("train.global_batch_size=64", "train.micro_batch_size=4"), gpus())
-    assert keep_decisions(other, DATA, then).plan.gradients.value == "fp32"
-
-
 def test_a_machine_that_cannot_resume_as_before_is_refused(make_recipe: MakeRecipe) -> None:
     job = job_of(make_recipe(), gpus())
     with pytest.raises(PlanError, match=r"resumes with what it was .*model.attn_implementation=flash_attention_2"):
@@ -234,14 +198,9 @@ def test_the_json_has_bytes_of_each_category_that_add_up_to_the_peak(make_recipe
     assert found["time"] == {"hours": [1, 2]}
 
 
-def test_bars_follow_one_another_to_the_peak_and_stay_inside_what_is_too_large() -> None:
-    sizes = {"weights": 2**33, "activations": 2**32, "reserve": 1, "peak": 3 * 2**32 + 1, "available": 2**34}
-    _, weights, activations, reserve, rest = memory_bars(sizes, "#")
-    assert (weights.count("#"), activations.count("#"), reserve.count("#")) == (24, 12, 1)
-    assert activations.index("#") == weights.rindex("#") + 1
-    assert rest.split() == ["headroom", "4.0", "of", "16"]
-    *_, rest = over = memory_bars(sizes | {"available": 2**32})
-    assert rest.split() == ["too", "much", "8.0", "of", "4"]
-    assert len({len(line) for line in over[1:-1]}) == 1
-    *_, machine = memory_bars(sizes | {"machine": 2**34, "machine_available": 2**33}, engine="zero2_offload")
-    assert machine.split() == "machine 16.0 of 8, of all its ranks".split()
+def test_bars_say_what_is_too_much() -> None:
+    sizes = {"weights": 2**33, "activations": 2**32, "reserve": 1, "peak": 3 * 2**32 + 1, "available": 2**32}
+    *_, rest, machine = over = memory_bars(sizes | {"machine": 2**34, "machine_available": 2**33}, "#")
+    assert rest.split() == ["too", "much", "#" * 32, "8.0", "of", "4"]
+    assert machine.split() == ["machine", "#" * 48, "16.0", "of", "8"]
+    assert len({len(line) for line in over[1:4]}) == 1

@@ -72,7 +72,6 @@ def test_a_finding_that_no_longer_exists_is_left_out_with_a_line(capsys: pytest.
         ("train.optim_args={momentum: 0.9}", "optim_args.momentum: unknown to optim=adamw, which takes none"),
         ("train={optim: muon, optim_args: {nesterov: 1}, global_batch_size: 8}", "optim_args.nesterov: "),
         ("train={optim: lion, adam_beta2: 0.99, global_batch_size: 8}", "adam_beta2 has no effect with optim=lion"),
-        ("train.sequence_parallel_size=2", "sequence_parallel_size=2 needs DeepSpeed"),
         ("tracking.run_name=../up", "tracking.run_name: "),
     ],
 )  # fmt: skip

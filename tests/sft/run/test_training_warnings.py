@@ -38,21 +38,16 @@ def test_a_model_is_new_until_a_norm_has_changed() -> None:
     assert not is_untrained(model)
 
 
-@pytest.mark.parametrize(("lr", "frozen", "warned"), [(1e-5, True, False), (1e-13, True, True), (0.0, False, True)])
-def test_a_training_that_moves_no_weight_is_named(lr: float, frozen: bool, warned: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2000, 3), torch.nn.Linear(3, 2))
-    model[0].bias.requires_grad_(not frozen)
+@pytest.mark.parametrize(("step", "warned"), [(1e-5, False), (1e-13, True), (0.0, True)])
+def test_a_training_that_moves_no_weight_is_named(step: float, warned: bool) -> None:
+    model = torch.nn.Linear(2000, 3)
     before = sample_trained(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += lr
+        model.weight += step
     change = relative_change(before, sample_trained(model))
     assert change is not None
     assert (weights_moved(change) is not None) == warned
-    swapped = [torch.zeros(0) for _ in before]
-    assert relative_change(before, swapped) is None
-    assert relative_change([torch.zeros(3)], [torch.zeros(3)]) == 0
+    assert relative_change(before, [torch.zeros(0) for _ in before]) is None  # swapped out
 
 
 FALLING = [3.0 - 0.1 * number + 0.05 * (-1) ** number for number in range(16)]

@@ -171,7 +171,11 @@ PLANS: list[tuple[Plan, list[str], dict[str, tuple[str, str]]]] = [
     (as_planned(precision="bf16"), [], {"precision": ("bf16", "fp32")}),
     (as_planned(micro_batch_size=3), [], {"micro_batch_size": ("3", "4")}),
     (with_section("data", packing=True), ["data.packing=false"], {"packing": ("on", "off")}),
-    (with_section("model", quantization="fp4"), NF4, {"quantization": (f"fp4, double{STORED}", "(21 layers)")}),
+    (
+        with_section("model", quantization="fp4"),
+        NF4,
+        {"quantization": (f"fp4, double{STORED}", f"nf4, double{STORED}")},
+    ),
     (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16, alpha 32", "0 adapters")}),
 ]
 
