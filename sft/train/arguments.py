@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 from warnings import catch_warnings
 
 import torch
 from accelerate import ParallelismConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import get_scheduler
 from trl import SFTConfig
 
@@ -166,42 +167,26 @@ SECOND_WAYS = frozenset(
 )
 
 
-def _wrong_types(extra: dict[str, Any]) -> list[str]:
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-    from pydantic.errors import PydanticSchemaGenerationError
+class _Validated(SFTConfig):  # type: ignore[misc]
+    """SFTConfig whose types pydantic checks, and which joins no process group for its device."""
 
-    hints, lines = get_type_hints(SFTConfig), []
-    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-    for name, value in extra.items():
-        try:
-            TypeAdapter(hints[name], config=config).validate_python(value)
-        except ValidationError as error:
-            lines.append(f"{name}: {error.errors()[0]['msg'].replace('Input should be', 'must be')}, got {value!r}")
-        except (KeyError, TypeError, PydanticSchemaGenerationError):
-            continue  # a type of transformers' own, which its constructor checks
-    return lines
-
-
-class _WithoutDevice(SFTConfig):  # type: ignore[misc]
-    """Validates as SFTConfig does, and joins no process group for it."""
-
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     device = torch.device("cpu")
 
 
-def _refused_by_libraries(extra: dict[str, Any], on_cpu: bool) -> list[str]:
-    """What SFTConfig would refuse, and torch's DataLoader once the weights are loaded."""
+def _refused_by_trl(extra: dict[str, Any], on_cpu: bool) -> list[str]:
     # tf32 is refused by what this machine has, and the plan may be for another.
     given = {name: value for name, value in extra.items() if name != "tf32"}
-    rows: Any = [0]
-    loader = {
-        name.removeprefix("dataloader_"): value for name, value in extra.items() if name.startswith("dataloader_")
-    }
     try:
         with catch_warnings(action="ignore"):  # of what the plan decides
-            _WithoutDevice(**{"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given)
-        torch.utils.data.DataLoader(rows, **loader)
-    except (TypeError, ValueError) as error:
-        return [str(error)]
+            TypeAdapter(_Validated).validate_python(
+                {"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given
+            )
+    except ValidationError as error:
+        return [
+            f"{one['loc'][0]}: {one['msg']}, got {one['input']!r}" if one["loc"] else one["msg"]
+            for one in error.errors()
+        ]
     return []
 
 
@@ -225,7 +210,7 @@ def check_trainer_args(job: Job) -> None:
         elif name == "loss_type" and value not in ("nll", "dft"):
             # SFTConfig takes any; the trainer refuses them after the weights are loaded.
             lines.append(f"loss_type: must be `nll` or `dft`, got {value!r}")
-    lines = lines or _wrong_types(extra) or _refused_by_libraries(extra, job.hardware.gpu is None)
+    lines = lines or _refused_by_trl(extra, job.hardware.gpu is None)
     if lines:
         raise RecipeError("\n  ".join(["train.trainer_args:", *lines]))
 

@@ -169,18 +169,12 @@ def compare_kind(optimizer: Any, job: Job) -> tuple[str, str, bool]:
 def compare_arguments(optimizer: Any, job: Job) -> tuple[str, str]:
     """The optimizer's arguments as planned, and as its groups hold them."""
     planned = settings(job) | {"weight_decay": job.recipe.train.weight_decay}
-    found: dict[str, Any] = {}
-    for name in planned:
-        values = {
-            tuple(group[name]) if isinstance(group[name], list) else group[name]
-            for group in optimizer.param_groups
-            # Muon has an epsilon of its own.
-            if name in group and not (name == "eps" and group.get("use_muon"))
-        }
-        if name == "weight_decay":
-            values = {max(values)}  # none on biases and norms
-        found[name] = values.pop() if len(values) == 1 else sorted(values, key=str)
-    if job.recipe.train.optim == "muon":  # adapters are all matrices, and leave nothing to AdamW
-        absent = [name for name, value in found.items() if value == []]
-        planned, found = ({name: side[name] for name in side if name not in absent} for side in (planned, found))
+    # None on biases and norms.
+    found = planned | {"weight_decay": max(group["weight_decay"] for group in optimizer.param_groups)}
+    for group in optimizer.param_groups:
+        # Muon has an epsilon of its own.
+        for name in planned.keys() & group.keys() - {"weight_decay", *(["eps"] if group.get("use_muon") else [])}:
+            value = tuple(group[name]) if isinstance(group[name], list) else group[name]
+            if value != planned[name]:
+                found[name] = value
     return str(planned), str(found)

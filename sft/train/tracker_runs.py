@@ -12,7 +12,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 from transformers.trainer_callback import TrainerCallback
 from transformers.utils import flatten_dict
 
-from sft.recipe.schema import Recipe, Tracking
+from sft.recipe.schema import Tracking
 from sft.run.directory import Run
 from sft.train.tracking import explained, flush_trackers
 
@@ -27,42 +27,37 @@ def open_trackers(trainer: Any, run: Run, step: int) -> None:
     Raises:
         RunError: A tracker cannot be used.
     """
-    recipe = trainer.job.recipe
+    recipe = trainer.job.recipe.model_dump(mode="json")
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback):
             _open_tensorboard(callback, recipe, run, step)
         elif isinstance(callback, WandbCallback):
             with explained("wandb"):
                 callback.setup(trainer.args, trainer.state, trainer.model)
-                callback._wandb.config.update({"recipe": values(recipe)}, allow_val_change=True)
+                callback._wandb.config.update({"recipe": recipe}, allow_val_change=True)
         elif isinstance(callback, TrackioCallback):
             with explained("trackio"):
-                _open_trackio(callback, trainer, run, step)
+                _open_trackio(callback, trainer, recipe, run, step)
         elif isinstance(callback, MLflowCallback):
             with explained("mlflow"):
-                _open_mlflow(callback, trainer, run, step)
+                _open_mlflow(callback, trainer, recipe, run, step)
 
 
-def values(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with its defaults, as plain values."""
-    return recipe.model_dump(mode="json")
-
-
-def _open_tensorboard(callback: Any, recipe: Recipe, run: Run, step: int) -> None:
+def _open_tensorboard(callback: Any, recipe: dict[str, Any], run: Run, step: int) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     folder = run.path / "tensorboard"
     callback.tb_writer = SummaryWriter(log_dir=str(folder), **({"purge_step": step + 1} if folder.exists() else {}))
-    callback.tb_writer.add_text("recipe", f"```json\n{json.dumps(values(recipe), indent=2)}\n```", step)
+    callback.tb_writer.add_text("recipe", f"```json\n{json.dumps(recipe, indent=2)}\n```", step)
 
 
-def _open_trackio(callback: Any, trainer: Any, run: Run, step: int) -> None:
+def _open_trackio(callback: Any, trainer: Any, recipe: dict[str, Any], run: Run, step: int) -> None:
     from trackio.context_vars import current_run
 
     if known := run.record.get("trackio_id"):
         _send_once(callback, _sent_to_trackio(trainer.args.project, known, step))
     callback.setup(trainer.args, trainer.state, trainer.model)
-    callback._trackio.config["recipe"] = values(trainer.job.recipe)
+    callback._trackio.config["recipe"] = recipe
     opened = current_run.get()
     assert opened is not None
     run.update(trackio_id=opened.id)
@@ -105,7 +100,7 @@ def _send_once(callback: Any, sent: set[tuple[str, int]]) -> None:
     callback.on_log = log_new
 
 
-def _open_mlflow(callback: Any, trainer: Any, run: Run, step: int) -> None:
+def _open_mlflow(callback: Any, trainer: Any, recipe: dict[str, Any], run: Run, step: int) -> None:
     from mlflow import MlflowClient
 
     client, is_new = MlflowClient(), "MLFLOW_RUN_ID" not in os.environ
@@ -116,7 +111,7 @@ def _open_mlflow(callback: Any, trainer: Any, run: Run, step: int) -> None:
     histories = [(key, client.get_metric_history(name, key)) for key in found.data.metrics]
     _send_once(callback, {(key, one.step) for key, history in histories for one in history if one.step > step})
     if is_new:
-        for key, value in flatten_dict(values(trainer.job.recipe), "recipe").items():
+        for key, value in flatten_dict(recipe, "recipe").items():
             client.log_param(name, key, str(value)[:500], synchronous=False)
 
 

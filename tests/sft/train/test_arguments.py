@@ -160,10 +160,10 @@ def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path
     ("name", "value", "words"),
     [
         ("loss_type", "mse", "must be `nll` or `dft`, got 'mse'"),  # else refused after the weights load
-        ("router_aux_loss_coef", ".nan", "router_aux_loss_coef: must be a finite number"),
-        ("dataloader_num_workers", "two", "dataloader_num_workers: must be a valid integer"),
-        ("dataloader_prefetch_factor", "2", "prefetch_factor"),  # by torch's DataLoader
-        ("torch_empty_cache_steps", "0", "torch_empty_cache_steps"),  # by SFTConfig's constructor
+        ("router_aux_loss_coef", ".nan", "router_aux_loss_coef: Input should be a finite number"),
+        ("dataloader_num_workers", "two", "dataloader_num_workers: Input should be a valid integer"),
+        ("dataloader_prefetch_factor", "2", "prefetch_factor"),  # by SFTConfig's constructor
+        ("torch_empty_cache_steps", "0", "torch_empty_cache_steps"),
         ("debug", "everything", "everything"),
     ],
 )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl import SFTConfig, SFTTrainer
 
 from sft.data.store import DOCUMENT, DocumentStore, SequenceIndex
 from sft.errors import PlanError
-from sft.hub.demo import Demo
-from sft.model import attention
+from sft.launch.job import open_job
+from sft.model.attention import register
+from sft.plan.hardware import Hardware
 from sft.train.isolation_probe import DOCUMENTS, LONGEST, Probe, check_probe, probe, sample_documents
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
@@ -52,35 +52,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 256},
 }
 MakeTrainer = Callable[..., Any]
+CPU = Hardware(None, 1, 1, 2, 16.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> None:
-    attention.register()
+@pytest.fixture
+def make_trainer(recipe_file: Path, outputs: Path, trainer_of: Callable[..., Any]) -> MakeTrainer:
+    """The trainer of a job, with a small model of another architecture."""
 
-
-@pytest.fixture(scope="module")
-def make_trainer(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> MakeTrainer:
-    """A trainer as TRL builds it, on one process."""
-    tokenizer, folder = AutoTokenizer.from_pretrained(demo.model), tmp_path_factory.mktemp("probe")
-
-    def make(name: str = "qwen2", function: str = "varlen", packing: bool = True, **options: Any) -> Any:
+    def make(name: str = "qwen2", function: str = "varlen", packing: bool = True, *overrides: str) -> Any:
+        data = [f"output_dir={outputs}", "data.train=[{path: 'builtin:demo', rows: 16}]"]
+        words = [*data, f"data.packing={packing}", f"model.attn_implementation={function}", *overrides]
+        job = open_job(recipe_file, words, CPU)
+        register()
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**MODELS[name]), attn_implementation=function)
-        row = {"input_ids": [1, 2], "labels": [1, 2]} | ({"seq_lengths": [2]} if packing else {})
-        arguments = SFTConfig(
-            output_dir=str(folder),
-            use_cpu=True,
-            packing=packing,
-            packing_strategy="bfd",
-            max_length=64,
-            report_to="none",
-            dataset_kwargs={"skip_prepare_dataset": True},
-            gradient_checkpointing=False,
-            **{"bf16": False} | options,
-        )
-        dataset = Dataset.from_list([row])
-        return SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer)
+        return trainer_of(job, model=model)
 
     return make
 
@@ -111,19 +97,22 @@ PAIRS = [("mistral", "varlen"), ("gemma3_text", "sdpa"), ("qwen3_moe", "sdpa"), 
 
 @pytest.mark.parametrize(("name", "function"), PAIRS)
 def test_packed_documents_pass(name: str, function: str, make_trainer: MakeTrainer) -> None:
-    found = passed(make_trainer(name, function), function)
+    trainer = make_trainer(name, function)
+    found = passed(trainer, function)
     assert max(found.moved, found.differ) < 1e-5
     assert found.attention_calls == ({} if function == "eager" else {function: 2})
     assert (found.use_cache, found.head_called, found.dtype) == (False, False, torch.float32)
-    in_bf16 = passed(make_trainer(name, function, bf16=True), function)
-    assert in_bf16.dtype == torch.bfloat16
+    trainer.model.to(torch.bfloat16)
+    assert passed(trainer, function).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("name", "function"), PAIRS[:2])
 def test_padding_is_no_document(name: str, function: str, make_trainer: MakeTrainer) -> None:
     """In a padded batch, and behind the last document of a pack."""
     padded = passed(make_trainer(name, function, packing=False), function, packed=False)
-    packed = passed(make_trainer(name, function, pad_to_multiple_of=64), function)
+    trainer = make_trainer(name, function)
+    trainer.data_collator.pad_to_multiple_of = 64
+    packed = passed(trainer, function)
     assert max(padded.moved, padded.differ, packed.moved, packed.differ) < 1e-5
 
 
@@ -157,15 +146,10 @@ LEAKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # In a window of 8, what is before a document of more tokens is seen by its first ones only; still it is caught.
-@pytest.mark.parametrize(
-    ("leak", "name", "options"),
-    [*((leak, "qwen2", {}) for leak in LEAKS), (ONES_LEAK, "gemma3_text", {}), (ONES_LEAK, "qwen2", {"bf16": True})],
-)
-def test_each_known_leak_is_caught_and_named(
-    leak: str, name: str, options: dict[str, Any], make_trainer: MakeTrainer
-) -> None:
+@pytest.mark.parametrize(("leak", "name"), [*((leak, "qwen2") for leak in LEAKS), (ONES_LEAK, "gemma3_text")])
+def test_each_known_leak_is_caught_and_named(leak: str, name: str, make_trainer: MakeTrainer) -> None:
     function, changes = LEAKS[leak]
-    message = refused(probe(altered(make_trainer(name, function, **options), **changes), USUAL, True), function)
+    message = refused(probe(altered(make_trainer(name, function), **changes), USUAL, True), function)
     assert f"attn_implementation={function}" in message
     other = "eager" if function == "sdpa" else "sdpa"
     assert f"Set model.attn_implementation={other}, or data.packing=false" in message
