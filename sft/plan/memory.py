@@ -120,8 +120,9 @@ class _Sizes:
         self.of_gradient = 4 if added_up_in == "fp32" else 2
         """Bytes of a trained parameter's gradient between micro-batches, without ZeRO."""
         self.passed = self._pass(hardware, model)
-        by_arithmetic = self._pass_of_plain_decoder()
-        self.kept, self.peak = (self.passed.kept, self.passed.peak) if self.passed else by_arithmetic
+        self.kept, self.peak = self._pass_of_plain_decoder()
+        if self.passed is not None:
+            self.kept, self.peak = self.passed.kept, self.passed.peak
         if lora is not None and self.passed is not None:
             self.trained = self.passed.trained
         # Beside fp32 weights, which are among the weights where the optimizer steps on them itself.
