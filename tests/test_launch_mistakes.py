@@ -148,15 +148,3 @@ def test_a_process_started_by_hand_without_its_variables_is_told(
     message = tell(environment, program=train)
     assert told in message
     assert remedy in message
-
-
-def test_a_port_that_another_rank_0_has_taken_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], busy_port: int
-) -> None:
-    from torch.distributed import TCPStore
-
-    monkeypatch.setenv("MASTER_PORT", str(busy_port))
-    with pytest.raises(SystemExit) as ended, exit_on_error():
-        TCPStore("127.0.0.1", busy_port, 2, is_master=True)
-    assert ended.value.code == EXIT_USER_ERROR
-    assert f"MASTER_PORT={busy_port} is taken on this machine" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from sft.convert.conversion import (
 _MODEL = f"""
 base_model -> model.name_or_path
 revision_of_model -> model.revision
-model_type tokenizer_* type_of_model base_model_config cls_model_config is_*_derived_model -- classes and tokenizer are the model's own
+model_type tokenizer_* cls_model_config is_*_derived_model -- classes and tokenizer are the model's own
 chat_template -> model.chat_template -- chatml is ours; for other names {training.OWN_TEMPLATE}
 chat_template_jinja -> model.chat_template -- text in the file becomes a .jinja file next to the recipe
 eot_tokens -> model.eos_token -- one token ends a turn and an answer
@@ -29,14 +29,12 @@ special_tokens.pad_token -> model.pad_token
 special_tokens.eos_token -> model.eos_token
 special_tokens.additional_special_tokens tokens -> model.new_tokens
 special_tokens.* tokens.* -- the tokenizer's own
-*_embeddings_to_32x shrink_embeddings mean_resizing_embeddings -- the embeddings get as many rows as model.new_tokens need
-model_config.rope_scaling.* -- write it as model.rope_scaling
-model_config.* overrides_of_model_config.* -- config.json of the model says it; change it there
+*_embeddings_to_32x -- the embeddings get as many rows as model.new_tokens need
+model_config.* -- config.json of the model says it; rope_scaling is model.rope_scaling
 flash_attention sdp_attention eager_attention -> model.attn_implementation
-flex_* large_head_attention xformers_attention sage_attention s2_attention flash_optimum -- not one of model.attn_implementation
-plugins liger_* lora_*_kernel fused_attn_kernel cut_cross_entropy chunked_cross_entropy flash_attn_* sdpa_varlen use_*kernels
-use_scattermoe use_sonicmoe experts_implementation tiled_mlp* unsloth_* gemma4_*
-dsv4_* -- kernels: Liger's layers are the default, model.kernels
+flex_* xformers_attention sage_attention s2_attention flash_optimum -- not one of model.attn_implementation
+plugins liger_* lora_*_kernel fused_attn_kernel *_cross_entropy flash_attn_* use_*kernels use_scattermoe
+use_sonicmoe experts_implementation tiled_mlp* unsloth_* gemma4_* dsv4_* -- kernels: Liger's layers are the default, model.kernels
 reinit_weights -- weights are always loaded: to train random ones is pretraining
 adapter -> model.lora -- {training.ADAPTERS}
 load_in_4bit load_in_8bit -> model.quantization
@@ -67,10 +65,8 @@ datasets.*.revision -> data.train.revision
 datasets.*.type -> data.train.format -- the chat template renders the rows, also Alpaca's
 datasets.*.field_messages datasets.*.field -> data.train.columns
 datasets.*.field_* datasets.*.message_* datasets.*.roles.* datasets.*.template_thinking_key -- usual names are recognized
-datasets.*.ds_type -- the file's suffix says it
-datasets.*.roles_to_train -- data.loss_on selects, for all sources
 datasets.*.train_on_* -- the end of a trained turn is always trained
-datasets.*.chat_template -- one template for all sources: model.chat_template
+datasets.*.chat_template datasets.*.roles_to_train -- one choice for all sources: model.chat_template, data.loss_on
 datasets.* -- a source has no such key
 test_datasets.*.path test_datasets.*.split test_datasets.*.type -> data.held_out
 val_set_size -> data.held_out -- a fraction; a number of rows becomes 1%
@@ -79,10 +75,9 @@ sequence_len -> data.max_length -- longer rows are dropped, as in axolotl, but m
 excess_length_strategy -> data.overlong
 sample_packing -> data.packing (false)
 train_on_inputs -> data.loss_on
-dataset_* num_dataset_shards_to_save skip_prepare_dataset push_dataset_to_hub -- rows are prepared on all cores, and kept
+dataset_* skip_prepare_dataset push_dataset_to_hub -- rows are prepared on all cores, and kept
 shuffle_*merging_datasets shuffle_merged_datasets curriculum_sampling -- rows are shuffled by train.seed
-eval_sample_packing pad_to_sequence_len min_sample_len sample_packing_* multipack_real_batches batch_flattening
-eval_sequence_len total_num_tokens -- our own preparation packs the rows
+eval_sample_packing pad_to_sequence_len min_sample_len sample_packing_* total_num_tokens -- our own preparation packs the rows
 default_system_message -- the chat template writes it
 hf_use_auth_token -- a login is used where there is one: hf auth login
 """
@@ -99,10 +94,8 @@ optimizer -> train.optim
 adam_eps -> train.adam_epsilon
 noisy_embedding_alpha -> train.neftune_noise_alpha
 bfloat16 float16 -- weights in half precision get an fp32 copy here: train.precision
-dp_shard_size dp_replicate_size -- the model is sharded over all GPUs; train.fsdp.sharding_strategy: hybrid_shard shards it within a node
-tensor_parallel_size -- memory only: the result does not change; train.tensor_parallel_size works without FSDP and DeepSpeed
-context_parallel_size sequence_parallel_degree -- memory only: the result does not change; train.sequence_parallel_size needs DeepSpeed
-heads_k_stride ring_attn_func -- memory only: the result does not change
+dp_shard_size dp_replicate_size tensor_parallel_size context_parallel_size sequence_parallel_degree
+heads_k_stride ring_attn_func -- memory only: the result does not change; docs/multi-gpu.md has what there is here
 saves_per_epoch -> train.save_strategy -- 1 is a checkpoint at the end of each epoch; for other numbers set train.save_steps
 evals_per_epoch -- the eval loss is measured at the start, at each checkpoint and at the end
 use_wandb use_tensorboard use_mlflow use_trackio -> tracking.report_to
@@ -111,14 +104,12 @@ wandb_name -> tracking.run_name
 wandb_* -- wandb's own environment variables set it
 use_otel_metrics -- no tracker here: tracking.report_to
 loss_watchdog_* -- a loss or gradient that is not finite stops the run: train.on_nonfinite
-do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval bench_dataset generate_samples
-num_generation_samples -- eval.tasks measure the model, and the report shows answers
+do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens
+generate_samples -- eval.tasks measure the model, and the report shows answers
 eval_batch_size -- the eval loss takes the batch of the training
-save_first_step -- checkpoints hold what a resumed run needs, and each save is verified
-ddp world_size max_memory gpu_memory_limit gc_* experimental_skip_move_to_device expert_parallel_size -- the launcher and the plan decide it
+ddp gc_* experimental_* expert_parallel_* -- the launcher and the plan decide it
 strict debug is_preprocess -- a switch of axolotl's own
-qat.* -- quantization-aware training is not supported: the model is trained as it is
-quantization.* -- the finished model is not quantized: what serves it can do that
+qat.* quantization.* -- the model is trained as it is; what serves it can quantize it
 """
 
 

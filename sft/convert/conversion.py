@@ -222,7 +222,7 @@ class Conversion:
 
     def apply(self, rows: Mapping[str, Row]) -> None:
         """Put every key that no list has yet into one, by the tool's table, and write the tool's defaults that are not ours."""
-        unknown = Row(note=f"no key of {self.tool} that this converter knows")
+        unknown = Row(note="nothing here that this converter knows corresponds to it")
         given = [(key, _row(rows, key) or unknown) for key in self.keys]
         for key, row in sorted(given + list(rows.items()), key=lambda one: _FIRST.get(one[1].to, len(_FIRST))):
             if self.has(key):

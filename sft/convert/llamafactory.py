@@ -48,9 +48,7 @@ freeze_trainable_* freeze_extra_modules use_llama_pro -- all weights are trained
 enable_liger_kernel -> model.kernels
 disable_gradient_checkpointing -> train.gradient_checkpointing
 rope_scaling -- model.rope_scaling, with a factor: LLaMA-Factory computes it from cutoff_len
-resize_vocab -- the embeddings get as many rows as model.new_tokens need
 add_special_tokens add_tokens -> model.new_tokens -- new tokens are special tokens here
-use_fast_tokenizer split_special_tokens -- text that spells special tokens is escaped: data.special_tokens
 use_unsloth* use_reentrant_gc upcast_* use_kv_cache use_v1_kernels -- kernels and memory: Liger's layers are the default
 dataset eval_dataset -> data.train -- {_NAMED}
 dataset_dir -- dataset_info.json is looked for there
@@ -59,21 +57,16 @@ neat_packing -> data.packing -- documents of a pack never attend to each other h
 train_on_prompt mask_history -> data.loss_on
 mix_strategy interleave_probs -- give each source of data.train a weight
 streaming -- data.train.streaming of a source streams it
-default_system tool_format preserve_thinking -- the chat template decides it
-overwrite_cache tokenized_path data_shared_file_system buffer_size ignore_pad_token_for_loss eval_on_each_dataset
-media_dir -- rows are prepared on all cores, and kept
+default_system tool_format -- the chat template decides it
+overwrite_cache tokenized_path media_dir -- rows are prepared on all cores, and kept
 pure_bf16 -> train.precision -- the optimizer steps on an fp32 copy of the weights
 use_muon -> train.optim
 use_adam_mini use_galore galore_* use_apollo apollo_* use_badam badam_* -- no such optimizer here: train.optim has those there are
 use_dft_loss -> train.trainer_args.loss_type
 use_eaft_loss eaft_alpha use_asft_loss asft_alpha -- no such loss here
-compute_accuracy -- eval.tasks measure the model
-disable_shuffling -- rows are shuffled by train.seed
 oft_* module_dropout -- orthogonal adapters are not supported: model.lora
 use_kt kt_* use_mca use_hyper_parallel use_megatron_bridge -- KTransformers and Megatron are no engines here
-resources_per_worker placement_strategy print_param_status -- the launcher and the plan decide it
-infer_* vllm_maxlen export_dir offload_folder -- about inference or export: sft chat, sft export
-cache_dir -- HF_HOME says where downloads are kept
+infer_* export_dir -- about inference or export: sft chat, sft export
 """
 _V1 = f"""
 model -> model.name_or_path

@@ -61,7 +61,7 @@ optimizer.* optimizer_in_bwd -- the optimizer here takes other arguments: train.
 lr_scheduler._component_ -> train.lr_scheduler_type ("constant")
 lr_scheduler.num_warmup_steps -> train.warmup_steps
 lr_scheduler.* -- cosine ends at train.min_lr_ratio
-early_exit_loss.* layer_dropout.* loss.* -- the loss is cross-entropy, computed for target tokens only
+loss.* -- the loss is cross-entropy, computed for target tokens only
 clip_grad_norm -> train.max_grad_norm (0)
 dtype -> train.precision -- bf16 weights get an fp32 copy for the optimizer
 compile -> model.compile
@@ -80,11 +80,10 @@ metric_logger.* log_peak_memory_stats log_level -- metrics.jsonl has the curves
 log_every_n_steps -> train.logging_steps
 save_every_n_steps -> train.save_steps
 save_adapter_weights_only -- final/adapter has the adapters alone, final/ the merged model
-enable_async_checkpointing -- a checkpoint is complete before training continues
 resume_from_checkpoint -- a run resumes by itself: train.resume
 profiler.enabled -> train.profile
 profiler.* -- docs/debugging.md says what train.profile traces
-device cudnn_deterministic_mode collate_fn resize_token_embeddings -- the plan decides it
+device collate_fn -- the plan decides it
 output_dir -> output_dir -- runs go to a folder of their own below it: <output_dir>/<recipe>/<run>
 name project -- a name of this file's own
 """

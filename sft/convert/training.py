@@ -154,8 +154,9 @@ def _quantization(c: Conversion, key: str, value: Any) -> Any:
     bits = as_whole(c.get("quantization_bit"))
     if str(c.get("quantization_method", "bnb")).lower() not in ("bnb", "bitsandbytes"):
         raise NotCarried(f"quantized by {c.get('quantization_method')}; bitsandbytes is the only way here")
-    if not is_true(c.get("load_in_4bit")) and not is_true(c.get("load_in_8bit")) and bits not in (4, 8):
-        raise HoldsAnyway("not quantized")
+    is_quantized = is_true(c.get("load_in_4bit")) or is_true(c.get("load_in_8bit")) or bits in (4, 8)
+    if not is_quantized or (key.startswith("load_in") and not is_true(value)):
+        raise HoldsAnyway("not set")
     if "model.lora" not in c.settings:
         raise NotCarried("no adapters are trained, and quantized weights alone cannot be")
     if is_true(c.get("load_in_8bit")) or bits == 8:

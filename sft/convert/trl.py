@@ -15,15 +15,10 @@ learning_rate -> train.learning_rate (5e-5)
 num_train_epochs -> train.num_train_epochs (3.0)
 lr_scheduler_type -> train.lr_scheduler_type ("linear")
 use_liger_kernel -> model.kernels
-dataloader_in_order use_cache -- rows keep their order, and training keeps no cache
-label_names -- our own preparation renders and packs the rows
 log_* logging_* disable_tqdm include_* skip_memory_metrics plot_loss -- metrics.jsonl has the curves, and the report draws them
 do_train do_predict -- training is what the command does
 average_tokens_across_devices -- always: the loss is divided by the target tokens of the step over all ranks
-ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint -- checkpoints hold what a resumed run needs
-eval_do_concat_batches eval_use_gather_object prediction_loss_only batch_eval_metrics -- eval.tasks measure the model
-use_cpu no_cuda use_mps_device parallelism_config accelerator_config.* _n_gpu mp_parameters
-num_processes -- the launcher and the plan decide it
+use_cpu no_cuda parallelism_config accelerator_config.* num_processes -- the launcher and the plan decide it
 """
 _TRL = """
 torch_dtype dtype -- the dtype of the weights follows from train.precision

@@ -72,9 +72,9 @@ class Measured:
     seconds_per_token: float
     """Of a forward and backward pass, on one rank."""
     used: float
-    """Bytes on the device at most, by this process and everything else there."""
-    limit: float
-    """Bytes that may be used."""
+    """GiB on the device at most, by this process and everything else there."""
+    share: float
+    """Of the device's memory."""
 
 
 # The launcher.
@@ -88,6 +88,7 @@ def auto_tune(job: Job, prepared: Prepared) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // job.hardware.ranks_per_node)))
     print("Measuring which micro-batch and checkpointing are fastest here; the result is kept.", flush=True)
     found: dict[Trial, Measured] = {}
+    tight: dict[Trial, Measured] = {}
     began = time.monotonic()
     for sizes in choices(job):
         for trial in sizes:
@@ -97,12 +98,15 @@ def auto_tune(job: Job, prepared: Prepared) -> None:
             if status not in (0, EXIT_DID_NOT_FIT):
                 print(f"Auto-tuning failed: its processes ended with status {status}. Arithmetic decides.", flush=True)
                 return
-            if measured is not None:
+            if measured is not None and measured.share <= _LARGEST_SHARE:
                 found[trial] = measured
                 break
-        else:
-            if not found:
-                raise PlanError(_nothing_fits(job))
+            if measured is not None:
+                tight[trial] = measured
+        if not (found or tight):
+            raise PlanError(_nothing_fits(job))
+    if not found:
+        found = dict([min(tight.items(), key=lambda one: one[1].used)])
     file = result_file(job, prepared)
     file.parent.mkdir(exist_ok=True)
     write_json(file, asdict(choose(found)))
@@ -125,10 +129,9 @@ def choose(found: dict[Trial, Measured]) -> TuningResult:
     best = min(one.seconds_per_token for one in found.values())
     as_fast = [trial for trial, one in found.items() if one.seconds_per_token <= best * (1 + _FASTER)]
     trial = min(as_fast, key=lambda one: found[one].used)
-    speed, used, limit = 1 / found[trial].seconds_per_token, found[trial].used / 2**30, found[trial].limit / 2**30
     reason = (
-        f"auto: measured on this machine, the fastest of {len(found)} trials: {speed:.0f} tokens/s on the longest sequences, "
-        f"{used:.1f} GiB of the {limit:.1f} GiB that may be used"
+        f"auto: measured on this machine, the fastest of {len(found)} trials: {1 / found[trial].seconds_per_token:.0f} tokens/s on the "
+        f"longest sequences, {found[trial].used:.1f} GiB"
     )
     return TuningResult(trial.gradient_checkpointing, trial.micro_batch_size, reason)
 
@@ -151,13 +154,11 @@ def _measured(trial: Trial, job: Job) -> tuple[int, Measured | None]:
         if status == EXIT_USER_ERROR:  # a rank has reported it
             raise SystemExit(status)
         one = Measured(**json.loads(file.read_text())) if status == 0 else None
-    fits = one is not None and one.used <= one.limit
     if one is not None:
-        speed = f"{1 / one.seconds_per_token:.0f} tokens/s a rank, {one.used / 2**30:.1f} GiB"
-        print(f"  {trial}: {speed}{'' if fits else ', more than may be used'}", flush=True)
+        print(f"  {trial}: {1 / one.seconds_per_token:.0f} tokens/s a rank, {one.used:.1f} GiB", flush=True)
     elif status == EXIT_DID_NOT_FIT:
         print(f"  {trial}: does not fit", flush=True)
-    return status, one if fits else None
+    return status, one
 
 
 def _run_ranks(program: Sequence[str]) -> int:
@@ -200,11 +201,11 @@ def measure(job: Job, trial: Trial, file: Path) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         total = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     slowest, most = max(distributed.gather(seconds)), max(distributed.gather(used))
-    limit = min(distributed.gather(total)) * _LARGEST_SHARE
+    share = max(distributed.gather(used / total))
     with distributed.barrier_at_end():
         if distributed.is_rank_0():
             tokens = longest_sequence(prepared.folder)[1] * trial.micro_batch_size
-            write_json(file, asdict(Measured(slowest / tokens, most, limit)))
+            write_json(file, asdict(Measured(slowest / tokens, most / 2**30, share)))
     distributed.leave_group()
 
 

@@ -29,7 +29,7 @@ from sft.program import shown_command
 from sft.recipe.changes import Change, check_allowed_changes, differences, not_allowed, recipe_differences
 from sft.recipe.local_code import code_hashes, copy_code
 from sft.recipe.schema import Recipe
-from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run, check_beside_latest
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run
 from sft.run.record import installed_versions, record_interruptions, record_start
 from sft.run.trust import OWN_RUN, base_changes
 from sft.terminal import forget_failure
@@ -55,7 +55,6 @@ def unfinished_run(job: Job) -> Run | None:
     trained = run.record.get("evaluation") in EVALUATION_LEFT
     if run.record["status"] == "finished" and not trained:
         return None
-    check_beside_latest(run.path, runs_folder(job))
     changes = recipe_changes(run, job.recipe)
     # If only the evaluation is left, no change of the training could take effect.
     refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)

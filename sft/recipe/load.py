@@ -79,19 +79,11 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
         # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
         return Recipe.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        mistakes = _explain(error)
-        if hint := _from_elsewhere(values, origin):
-            more = [f"  and {len(mistakes) - 8} more"] if len(mistakes) > 8 else []
-            mistakes = [*mistakes[:8], *more, hint]
-        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *mistakes])) from None
-
-
-def _from_elsewhere(values: dict[str, Any], origin: str) -> str:
-    """How to convert the config of another tool; empty for anything else."""
-    tool = other_tool(values)
-    if tool in (None, "accelerate", "DeepSpeed"):
-        return ""
-    return f"It looks like a config of {tool}. To convert it: sft convert {shlex.quote(origin)} --gpus N -o recipe.yaml"
+        tool = other_tool(values)
+        if tool not in (None, "accelerate", "DeepSpeed"):
+            command = f"sft convert {shlex.quote(origin)} --gpus N -o recipe.yaml"
+            raise RecipeError(f"{origin} looks like a config of {tool}. To convert it: {command}") from None
+        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *_explain(error)])) from None
 
 
 def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:

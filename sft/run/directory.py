@@ -158,15 +158,6 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
         raise RecipeError(f"tracking.run_name={LATEST} is the name of the link to the newest run. Choose another name.")
 
 
-def check_beside_latest(run: Path, parent: Path) -> None:
-    """Refuse to resume a run that `latest` finds outside its recipe's folder (RunError): this start would write there."""
-    if run.parent != parent:
-        raise RunError(
-            f"{parent / LATEST} leads to {run}, which is not in {parent}: this start would write there. Remove the link, and name the "
-            "run's own place with output_dir."
-        )
-
-
 def folder_fault(folder: Path) -> str | None:
     """Why nothing can be written to <run>/checkpoints; None if it can, or if only the disk is full."""
     if not folder.is_dir():

@@ -63,7 +63,7 @@ def test_a_way_to_checkpoint_is_measured_at_the_largest_micro_batch_that_fits(
         tried.append(trial)
         fits = trial.gradient_checkpointing is True or (trial.gradient_checkpointing, trial.micro_batch_size) == (2, 1)
         speed = 2.0 if trial.gradient_checkpointing is True else 1.0
-        return (0, Measured(speed, 1, 2)) if fits else (EXIT_DID_NOT_FIT, None)
+        return (0, Measured(speed, 1, 0.5)) if fits else (EXIT_DID_NOT_FIT, None)
 
     monkeypatch.setattr(auto_tune, "_measured", measured)
     job = make_job()
@@ -72,6 +72,20 @@ def test_a_way_to_checkpoint_is_measured_at_the_largest_micro_batch_that_fits(
     found = find_result(job, prepared)
     assert found is not None
     assert (found.gradient_checkpointing, found.micro_batch_size) == (2, 1)
+
+
+def test_one_that_leaves_little_memory_is_chosen_only_if_nothing_leaves_more(
+    make_job: MakeJob, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        auto_tune,
+        "_measured",
+        lambda trial, job: (0, Measured(1.0, trial.micro_batch_size, 0.9 + trial.micro_batch_size / 30)),
+    )
+    job = make_job()
+    auto_tune.auto_tune(job, prepared)
+    found = find_result(job, prepared)
+    assert found is not None and found.micro_batch_size == 1
 
 
 def test_a_training_that_never_fits_is_refused_and_a_failure_leaves_arithmetic(
@@ -88,12 +102,12 @@ def test_a_training_that_never_fits_is_refused_and_a_failure_leaves_arithmetic(
 
 def test_of_two_as_fast_the_smaller_is_chosen() -> None:
     found = {
-        Trial(True, 1): Measured(1.0, 1, 9),
-        Trial(2, 1): Measured(0.99, 8, 9),
-        Trial(False, 1): Measured(1.1, 1, 9),
+        Trial(True, 1): Measured(1.0, 1, 0.5),
+        Trial(2, 1): Measured(0.99, 8, 0.5),
+        Trial(False, 1): Measured(1.1, 1, 0.5),
     }
     assert choose(found).gradient_checkpointing is True
-    found[Trial(False, 1)] = Measured(0.5, 9, 9)
+    found[Trial(False, 1)] = Measured(0.5, 9, 0.5)
     assert choose(found).gradient_checkpointing is False
 
 

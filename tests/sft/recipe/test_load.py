@@ -250,11 +250,10 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     ],
 )
 def test_another_tools_config_gets_the_command_that_converts_it(text: str, tool: str) -> None:
-    with pytest.raises(RecipeError, match="unknown key") as refused:
+    with pytest.raises(RecipeError) as refused:
         parse_recipe(text, origin="my file.yml")
     assert f"config of {tool}" in str(refused.value)
     assert "sft convert 'my file.yml' --gpus N" in str(refused.value)
-    assert len(str(refused.value).splitlines()) <= 11
 
 
 def test_a_recipe_with_a_wrong_key_is_no_other_tools_config() -> None:
