@@ -82,7 +82,7 @@ class Load:
         result = read_json(exchange / "result.json")
         remove(exchange)
         if not result["problems"]:
-            run.update(save_checked=run.record["save_checked"] | {"logits_differ": result["distance"]})
+            run.update(save_checked=run.record.get("save_checked", {}) | {"logits_differ": result["distance"]})
             print(f"{run.final}: loaded again its logits differ by {result['distance']:.1e} of their norm.", flush=True)
             return
         remove(run.unverified)

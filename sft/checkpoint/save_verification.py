@@ -1,14 +1,13 @@
 """Verifies that what is saved is the model in memory ("saved equals trained"), before it is too late.
 
 After the first optimizer step that trains, the code that writes final/ writes the model to a hidden folder. Rank 0 compares its tensors bit
-for bit with the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer with those in memory. Of adapters only their
+for bit with the engine's own (sft/checkpoint/live_tensors.py), and the tokenizer with the one in memory. Of adapters only their
 own files are written, and compared: merging loads the base a second time. final/ is compared in the same way before it gets its name; while
 the evaluation starts, a fresh process loads it, merged, and must find the logits of the live model (sft/checkpoint/load_again.py).
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
@@ -34,7 +33,6 @@ from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import reshard
 from sft.plan.job import Job
-from sft.recipe.changes import MISSING, differences
 from sft.run.directory import Run
 
 ROWS, LENGTH = 4, 32
@@ -46,16 +44,6 @@ FOLDER = ".verification"
 LOGITS = {"fp32": 1e-3, "bf16": 0.15, "fp16": 5e-2}
 
 _SHOWN = 6
-_FREE_TO_DIFFER = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "router_aux_loss_coef",
-}
-"""Keys of config.json that saving sets, and the weight of experts' auxiliary loss, which TRL sets on the live model for the training."""
 _OF_TOKENIZER = ("eos_token", "pad_token", "chat_template")
 _STOPPED = "Training stops, because final/ would be wrong too. The folder is kept.\n"
 
@@ -92,9 +80,13 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         Raises:
             WrongSave: It is another model.
         """
-        self._verify(folder / "adapter" if self._adapters else folder, has_settings=False)
-        self._verify_settings(folder)
         recipe = self.job.recipe
+        if recipe.model.lora is None:
+            self._verify(folder, has_settings=True)
+        else:
+            if not recipe.model.lora.takes_from_base:  # else merging has made others of them, of the whole base
+                self._verify(folder / "adapter", has_settings=False)
+            self._verify_settings(folder)
         rows = sample_rows(len(self.tokenizer), new_token_ids(self.tokenizer, recipe.model.new_tokens))
         logits, untrained = live_logits(self.trainer, rows), None
         if self._adapters:
@@ -207,26 +199,16 @@ def difference(live: torch.Tensor, saved: torch.Tensor) -> str | None:
 
 
 def compare_settings(folder: Path, model: Any, tokenizer: Any, trust_remote_code: bool) -> list[str]:
-    """What differs in config.json, the generation config and the tokenizer, loaded from the folder."""
+    """What differs in the generation config and the tokenizer, loaded from the folder; config.json shows in the logits."""
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         saved = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         stops_at = GenerationConfig.from_pretrained(folder).eos_token_id
     except Exception as error:  # whatever keeps a user from loading them
         return [f"it cannot be loaded: {type(error).__name__}: {error}"]
-    # Where the tokenizer has no BOS, transformers before 5.23 clears the live model's; adapters are merged into a base that keeps it.
-    free = _FREE_TO_DIFFER | ({"bos_token_id"} if tokenizer.bos_token_id is None else set())
-    configs = [json.loads(one.to_json_string(use_diff=False)) for one in (config, model.config)]
-    changes = [
-        change
-        for change in differences(*configs)
-        if MISSING not in (change.old, change.new) and change.key.rpartition(".")[2] not in free
-    ]
     pairs = [
         ("generation_config.json: eos_token_id", stops_at, model.generation_config.eos_token_id),
         *((f"the tokenizer: {name}", getattr(saved, name), getattr(tokenizer, name)) for name in _OF_TOKENIZER),
         ("the tokenizer: its tokens", saved.get_vocab() == tokenizer.get_vocab(), True),
-        *((f"config.json: {one.key}", one.old, one.new) for one in changes),
     ]
     return [f"{name} is {one!s:.60}, in memory {other!s:.60}" for name, one, other in pairs if one != other]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
@@ -149,12 +148,7 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
 
     def load_weights_of(self, checkpoint: Path) -> None:
         """Give the live model, which is trained no further, the weights of a checkpoint of this run. Every rank takes part."""
-        plan = resolve_resume(checkpoint, self.job)
-        if self.is_deepspeed_enabled and not plan.reshards:
-            with plain_data_only(deepspeed=True):
-                deepspeed_load_checkpoint(self.model_wrapped, str(checkpoint), self.job.recipe.model.lora is None)
-        else:
-            load_weights(*self._open(plan))
+        load_weights(*self._open(resolve_resume(checkpoint, self.job)))
 
     def _reshard(self, plan: ResumePlan) -> None:
         """Give the live engine the weights, the moments and the schedule of another engine's checkpoint."""

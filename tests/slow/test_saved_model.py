@@ -58,7 +58,8 @@ def test_the_saved_model_gives_the_trained_models_logits(name: str, kind: str, r
             )
     if EngineRuns.verified(name, kind):
         Load(run).check()  # as the evaluation does
-        assert runs.printed(run).count("Save verified in") == 2  # after the first step, and final/
+        # After the first step, and final/; pissa's adapters are made others when they are merged.
+        assert runs.printed(run).count("Save verified in") == (1 if "pissa" in kind else 2)
         assert run.record["save_checked"]["tensors"] >= 38
         assert run.record["save_checked"]["logits_differ"] < 0.15
     tokenizer = AutoTokenizer.from_pretrained(run.final)

@@ -70,9 +70,12 @@ def test_a_model_is_itself_and_what_is_changed_or_left_out_is_named(demo: Demo, 
         "model.norm.weight: 1 of 128 elements differ, by 1 at most",
         "model.embed_tokens.weight: is in the saved model only",
     ]
-    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
-    (line,) = compare_settings(tmp_path, model, tokenizer, False)
-    assert "rope_theta" in line
+    model.generation_config.eos_token_id, tokenizer.chat_template = 3, None
+    lines = compare_settings(tmp_path, model, tokenizer, False)
+    assert [line.partition(" is ")[0] for line in lines] == [
+        "generation_config.json: eos_token_id",
+        "the tokenizer: chat_template",
+    ]
 
 
 def test_models_that_are_saved_under_other_names_than_they_have_in_memory_are_themselves(tmp_path: Path) -> None:

@@ -8,12 +8,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sft.errors import ModelError, PlanError
-from sft.hub.model_facts import ModelFacts
 from sft.launch.job import open_job
 from sft.model.compiled_layers import are_compiled, check_compiler, compile_layers, decoder_layers
-from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Recipe
 
 CPU = Hardware(None, 1, 1, 2, 16.0)
@@ -42,19 +39,6 @@ def test_the_decoder_layers_are_compiled_and_no_weight_changes_its_name() -> Non
 def test_a_model_without_repeated_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear marks no layers that repeat"):
         compile_layers(torch.nn.Linear(2, 2), "sdpa")
-
-
-def test_compilation_is_refused_by_name_where_it_is_unsound(make_recipe: MakeRecipe) -> None:
-    model, recipe = ModelFacts("m"), make_recipe("model.compile=true")
-    assert resolve_plan(recipe, CPU, model).compile.value is True
-    assert resolve_plan(make_recipe(), GPU, model).compile.value is False
-    assert resolve_plan(make_recipe("model.compile=true", "model.kernels=none"), GPU, model).compile.value is True
-    assert resolve_plan(recipe, CPU, model, None, load_deepspeed("zero2")).compile.value is True
-    with pytest.raises(PlanError, match=r"zero3\.json is ZeRO-3.*train\.deepspeed=zero2"):
-        resolve_plan(recipe, CPU, model, None, load_deepspeed("zero3"))
-    assert resolve_plan(recipe, GPU, model).kernels.value == "none"
-    with pytest.raises(PlanError, match=r"model\.kernels=liger.*Set model\.kernels=auto"):
-        resolve_plan(make_recipe("model.compile=true", "model.kernels=liger"), GPU, model)
 
 
 def test_a_machine_without_a_compiler_is_told_before_the_weights_load(
