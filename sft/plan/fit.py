@@ -209,8 +209,8 @@ def _shorter(recipe: Recipe) -> Iterator[Change]:
         overrides += [f"data.max_length={length}"] if length < data.max_length else []
         if train.global_batch_size is not None and data.packing:
             overrides.append(f"train.global_batch_size={train.global_batch_size * factor}")
-        result = f"steps hold other documents; those over {length} tokens meet data.overlong={data.overlong}"
-        yield Change(tuple(overrides), "smaller passes use a GPU less well", result)
+        cut = f"; those over {length} tokens meet data.overlong={data.overlong}" if length < data.max_length else ""
+        yield Change(tuple(overrides), "smaller passes use a GPU less well", f"steps hold other documents{cut}")
 
 
 def _more_gpus(base: Case, hardware: Hardware) -> Iterator[Proposal]:

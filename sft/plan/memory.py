@@ -25,10 +25,9 @@ from sft.hub.model_facts import ModelFacts, load_config
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.layers import HEAD_TILE, resolve_kernels
-from sft.plan.memory_estimate import GIB, MemoryEstimate
+from sft.plan.memory_estimate import GIB, MemoryEstimate, Pass, PassMemory
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape, resolve_fsdp
-from sft.plan.passes import Pass, PassMemory
 from sft.plan.pipeline import layers_of_stages
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Recipe
@@ -68,15 +67,15 @@ def _estimate_stages(sizes: _Sizes, hardware: Hardware, stages: tuple[range, ...
     A stage keeps the activations of as many micro-batches as there are stages from it to the last. Weights as under DDP.
     """
     assert hardware.gpu
-    kept, peak = (sizes.passed.kept, sizes.passed.peak) if sizes.passed else sizes._pass_of_plain_decoder()
-    for_layers, reserve = sizes.activations() - (peak - kept), RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
+    working, reserve = sizes.peak - sizes.kept, RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
+    for_layers = sizes.activations() - working
     found = []
     for number, layers in enumerate(stages):
         embeddings = ((number == 0) + (number == len(stages) - 1)) * sizes.embedding
         share = (len(layers) * sizes.layer + embeddings) / sizes.parameters
         held = (len(stages) - number) * for_layers * len(layers) / sizes.layers
         parts = {name: share * size for name, size in sizes.states().items()}
-        parts |= {"activations": held + peak - kept, "reserve": reserve}
+        parts |= {"activations": held + working, "reserve": reserve}
         found.append(MemoryEstimate(parts, 0.0, hardware, sizes.passed is not None))
     by_stage = tuple(one.gpu_bytes for one in found)
     return replace(max(found, key=lambda one: one.gpu_bytes), by_stage=by_stage)
@@ -120,6 +119,9 @@ class _Sizes:
         self.of_gradient = 4 if added_up_in == "fp32" else 2
         """Bytes of a trained parameter's gradient between micro-batches, without ZeRO."""
         self.passed = self._pass(hardware, model)
+        self.kept, self.peak = self._pass_of_plain_decoder()
+        if self.passed is not None:
+            self.kept, self.peak = self.passed.kept, self.passed.peak
         if lora is not None and self.passed is not None:
             self.trained = self.passed.trained
         # Beside fp32 weights, which are among the weights where the optimizer steps on them itself.
@@ -217,12 +219,11 @@ class _Sizes:
     def activations(self) -> float:
         """The peak of a forward and backward pass over a micro-batch."""
         mode = self.recipe.train.gradient_checkpointing
-        kept, peak = (self.passed.kept, self.passed.peak) if self.passed else self._pass_of_plain_decoder()
         if mode == "offload":  # two layers' inputs are on their way
-            return peak - kept + 2 * self.tokens * self.hidden * self.width
+            return self.peak - self.kept + 2 * self.tokens * self.hidden * self.width
         if mode == "selective":  # the outputs of attention
-            return peak + self.layers * self.tokens * self.hidden * self.width
-        return peak
+            return self.peak + self.layers * self.tokens * self.hidden * self.width
+        return self.peak
 
     def _pass_of_plain_decoder(self) -> tuple[float, float]:
         """What a forward pass keeps, and the peak, by arithmetic."""

@@ -98,13 +98,9 @@ def pipeline_refusals(case: Case) -> Iterator[str]:
         yield f"{key}: how many layers {name} has is known once it is downloaded: hf download {name}"
     elif layers < size:
         yield f"{key}, and the model has {layers} layers: each stage needs one. Set it to at most {layers}."
-    micro_batches, micro = case.plan.gradient_accumulation_steps.value, case.plan.micro_batch_size.value
+    micro_batches = case.plan.gradient_accumulation_steps.value
     if micro_batches < size:
-        share, batch = micro_batches * micro, size * case.plan.data_parallel_ranks.value
-        smaller = f"Set train.micro_batch_size to at most {share // size}"
-        remedy = smaller if share >= size else f"Raise the batch to at least {batch} sequences"
         yield (
-            f"{key} with {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} of {micro} a step: stages would wait "
-            f"{bubble(size, micro_batches):.0%} of the time, and the 1F1B schedule needs one micro-batch for each stage or more. {remedy}, "
-            "or use fewer stages."
+            f"{key}, and a step has {micro_batches} micro-batch(es): stages would wait {bubble(size, micro_batches):.0%} of the time, and "
+            "the 1F1B schedule needs one for each stage or more. Lower train.micro_batch_size, raise the batch, or use fewer stages."
         )

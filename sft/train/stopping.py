@@ -16,7 +16,6 @@ The ranks agree through one reduction over gloo at the end of each step.
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections import deque
 from enum import IntEnum
@@ -26,7 +25,6 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft import signals
-from sft.checkpoint.resume import step_of
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
@@ -152,13 +150,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
     def saved(self, shortage: str | None, seconds: float, control: Any) -> None:
         """A checkpoint is complete after so many seconds, or there was no room. A request that came meanwhile waits for no other step."""
         self.shortage = shortage
-        requested = distributed.is_rank_0() and (self.run.path / SAVE).exists()
-        if requested:
+        if distributed.is_rank_0():
             (self.run.path / SAVE).unlink(missing_ok=True)
-        if shortage is not None:
-            # Otherwise each step would try again. A stop request takes effect after the next step, which is saved if it can be.
-            if requested and not self.agreed:
-                print("Removed the file `save`: create it again once there is room.", file=sys.stderr, flush=True)
+        if shortage is not None:  # a stop request takes effect after the next step, which is saved if it can be
             return
         if self.limit is not None:
             self.limit.save_seconds = seconds
@@ -183,9 +177,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         interrupted = Interrupted(name, status, f" after step {step}", agreed=True)
         if self.shortage is None:
             return interrupted
-        last = self.run.last_checkpoint()
-        kept = f"{last.name} stays; steps lost: {step - step_of(last)}" if last else "There is no checkpoint"
-        return RunError(f"{interrupted}. {self.shortage}. {kept}. Free some space. {self.run.next_start}.")
+        return RunError(f"{interrupted}. {self.shortage}. Free some space. {self.run.next_start}.")
 
 
 def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:

@@ -284,7 +284,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Without skipped steps in the mean loss."""
-        work = self.work.gather(self.accelerator, *peak_memory_gib())
+        work = self.work.gather(*peak_memory_gib())
         self.state.num_input_tokens_seen += work.tokens if work is not None else 0
         if "loss" in logs and self._skipped:
             trained = self._steps_in_line - self._skipped

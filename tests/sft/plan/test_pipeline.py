@@ -74,8 +74,7 @@ def test_the_plan_counts_the_memory_of_each_stage(make_recipe: MakeRecipe) -> No
 
 REFUSED = {
     STAGES + "8": "and the model has 6 layers: each stage needs one. Set it to at most 6",
-    STAGES + "4 train.micro_batch_size=4": "with 2 micro-batches of 4 a step",
-    STAGES + "4 train.global_batch_size=2": "Raise the batch to at least 4 sequences",
+    STAGES + "4 train.micro_batch_size=4": "a step has 2 micro-batch(es): stages would wait 60% of the time",
     STAGES + "2 model={name_or_path: m, lora: {modules_to_save: [lm_head]}}": "with model.lora.modules_to_save",
     STAGES + "2 model={name_or_path: m, lora: {}, new_tokens: [<a>]}": "with model.new_tokens and model.lora",
     STAGES + "2 model.trust_remote_code=true": "with model.trust_remote_code=true",

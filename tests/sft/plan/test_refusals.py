@@ -113,11 +113,11 @@ SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_siz
         ("data.max_length=1025", cpu(), limit(1024), "the model's 1024 positions. Set it to at most 1024, or extend"),
         (YARN + " data.max_length=4096", cpu(), rope("default"), None),
         (YARN + " data.max_length=4097", cpu(), rope("default"), "the model's 4096 positions. Set it to at most 4096"),
-        (YARN, cpu(), rope(None), "have no rotary positions"),
-        (YARN, cpu(), rope(PER_LAYER), "other positions in each kind of layer"),
+        (YARN, cpu(), rope(None), "type llama have no rotary positions"),
+        (YARN, cpu(), rope(PER_LAYER), "others in each kind of layer"),
         (YARN, cpu(), rope("llama3"), "1024 positions are already scaled .llama3.*original_max_position_embeddings"),
         (YARN + " model.rope_scaling.original_max_position_embeddings=512", cpu(), rope("llama3"), None),
-        (YARN, cpu(), rope("default") | architecture_of_its_own(), "code of its own"),
+        (YARN, cpu(), rope("default") | architecture_of_its_own(), "code of their own"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_value_and_remedy(

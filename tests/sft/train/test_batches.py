@@ -18,7 +18,7 @@ from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import inspect_model
 from sft.parallel.sequence import PartOfSequences
 from sft.recipe.schema import Recipe
-from sft.train.batches import CONTENTS, Accounted, Contents, Sequences, StepOrder, Work, WorkSum, contents_of
+from sft.train.batches import CONTENTS, Accounted, Contents, Sequences, StepOrder, Work, WorkSum, add_ranks, contents_of
 
 LENGTHS = [5, 9, 16, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10, 11, 13, 2, 2, 9]
 MAX_LENGTH = 16
@@ -192,59 +192,28 @@ def padded(*rows: Document) -> int:
     return contents_of(collate([row(one) for one in rows])).fingerprint
 
 
-class Ranks:
-    """accelerate's gathering from ranks, given what the others have."""
-
-    def __init__(self, *others: WorkSum) -> None:
-        self.others, self.device = others, torch.device("cpu")
-        self.gathered = torch.zeros(1, 6, dtype=torch.float64)
-
-    def gather(self, of_rank: torch.Tensor) -> torch.Tensor:
-        self.gathered = of_rank
-        for number, other in enumerate(self.others):
-            alone = Ranks()
-            other.gather(alone, 2.0 + number, 7.0 - number)
-            self.gathered = torch.cat([self.gathered, alone.gathered])
-        return self.gathered
-
-
-def line_of(one: WorkSum, *others: WorkSum) -> Work:
-    line = one.gather(Ranks(*others), 1.5, 1.5)
-    assert line is not None
-    return line
-
-
-FLOPS = ModelFlops(Matmuls(trained=10, head_trained=3), (AttentionLayers(2, 4),))
-
-
-def of_batches(*fingerprints: int) -> WorkSum:
-    work = WorkSum(FLOPS)
-    work.add([Contents((), np.array([3, 4]), 2, value) for value in fingerprints])
-    return work
-
-
 def test_a_fingerprint_does_not_depend_on_packing_micro_batches_ranks_padding_or_dummies() -> None:
     assert packs(PRINTED) == packs(PRINTED[3:], PRINTED[:3]) == padded(*PRINTED)
     assert packs(PRINTED, [DUMMY], [DUMMY]) == padded(*PRINTED, DUMMY) == packs(PRINTED)
     assert padded(DUMMY) == packs([DUMMY]) == 0
-    expected = line_of(of_batches(packs(PRINTED))).fingerprint
     parts = padded(*PRINTED[4:]), padded(*PRINTED[:2]), padded(*PRINTED[2:4])
-    assert line_of(of_batches(*parts)).fingerprint == expected
-    first, *others = [of_batches(packs([document])) for document in PRINTED]
-    assert line_of(first, *others).fingerprint == expected
+    assert sum(parts) % 2**64 == packs(PRINTED)
     # Those of old runs must stay comparable.
-    assert expected == "8714d200422ab0a0"
+    assert f"{packs(PRINTED):016x}" == "8714d200422ab0a0"
     # The label of a first token has no loss.
     assert padded(([9, 10, 11], [IGNORED, 10, 11])) == padded(PRINTED[1])
 
 
 def test_a_line_sums_its_steps_over_all_ranks() -> None:
-    one = FLOPS.of(np.array([3, 4]), 2)
-    assert line_of(of_batches(1, 2), of_batches(5)) == Work(21, 6, 3 * one, f"{8:016x}", (2.0, 7.0))
+    flops = ModelFlops(Matmuls(trained=10, head_trained=3), (AttentionLayers(2, 4),))
+    work = WorkSum(flops)
+    assert work.gather(1.5, 2.5) is None
+    work.add([Contents((), np.array([3, 4]), 2, value) for value in (1, 2)])
+    one = flops.of(np.array([3, 4]), 2)
+    assert work.gather(1.5, 2.5) == Work(14, 4, 2 * one, f"{3:016x}", (1.5, 2.5))
     # Memory is that of the rank with most, each figure by itself.
-    assert line_of(of_batches(1), of_batches(2), of_batches(3)).peaks == (3.0, 7.0)
-    assert line_of(of_batches(2**64 - 1), of_batches(2)).fingerprint == f"{1:016x}"
-    assert WorkSum().gather(Ranks()) is None
+    ranks = [(2**64 - 1, 7, 2, 5.0, (1.5, 2.5)), (2, 7, 2, 5.0, (3.0, 1.0))]
+    assert add_ranks(ranks) == Work(14, 4, 10.0, f"{1:016x}", (3.0, 2.5))
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,7 @@ class Steps:
     def __init__(
         self, folder: Path, start: int = 0, tick: Callable[[float], None] = time.sleep, hardware: Hardware = CPU
     ) -> None:
-        accelerator = SimpleNamespace(device="cpu", gather=lambda of_ranks: of_ranks)
-        self.tick, self.accelerator, self.clock, self.work = tick, accelerator, StepClock(on_gpu=False), WorkSum()
+        self.tick, self.clock, self.work = tick, StepClock(on_gpu=False), WorkSum()
         trainer: Any = SimpleNamespace(clock=self.clock, work=self.work, of_engine=dict)
         self.metrics = Metrics(trainer, Run(folder), hardware, {})
         self.state = TrainerState(global_step=start, max_steps=20, save_steps=0, is_world_process_zero=True)
@@ -67,7 +66,7 @@ class Steps:
         while self.state.global_step < step:
             self.step()
         self.state.epoch = step / 20
-        work = self.work.gather(self.accelerator, 1.5, 2.5)
+        work = self.work.gather(1.5, 2.5)
         assert work is not None
         self.state.num_input_tokens_seen += work.tokens  # as RecipeTrainer does
         logs = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 2e-5} | values
