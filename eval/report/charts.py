@@ -46,15 +46,10 @@ class Series:
 
 
 def series_of(points: Sequence[Mapping[str, Any]], key: str, name: str, color: int = 0, over: str = "step") -> Series:
-    """One key of metrics.jsonl over another; a loss or gradient norm of null was not finite."""
-    drawn: list[tuple[float, float]] = []
-    for point in points:
-        value, place = point.get(key), point.get(over)
-        known = is_number(value) or (key in point and key in ("loss", "grad_norm", "held_out_loss"))
-        if known and is_number(place) and (not drawn or place > drawn[-1][0]):
-            drawn.append((float(place), float(value) if is_number(value) else float("nan")))
-    x, y = np.array(drawn, float).reshape(-1, 2).T
-    return Series(name, x, y, color)
+    """One key of metrics.jsonl over another; a null, as of a loss that was not finite, breaks the curve."""
+    known = [point for point in points if key in point and is_number(point.get(over))]
+    x = np.array([point[over] for point in known], float)
+    return Series(name, x, np.array([point[key] if is_number(point[key]) else np.nan for point in known]), color)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -64,12 +59,10 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     [1.0, 2.0, 3.0, 5.0]
     """
     known = np.isfinite(values)
-    sums, counts = np.cumsum(np.where(known, values, 0.0)), np.cumsum(known).astype(float)
-    for total in (sums, counts):
-        total[window:] -= total[:-window].copy()
-    means = np.full(len(values), np.nan)
-    np.divide(sums, counts, out=means, where=counts > 0)
-    return means
+    sums, counts = (np.append(0.0, np.cumsum(part)) for part in (np.where(known, values, 0.0), known))
+    first = np.maximum(np.arange(len(values)) + 1 - window, 0)
+    number = counts[1:] - counts[first]
+    return np.where(number > 0, (sums[1:] - sums[first]) / np.maximum(number, 1), np.nan)
 
 
 def with_mean(series: Series) -> list[Series]:

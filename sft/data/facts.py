@@ -61,7 +61,7 @@ def _sample(source: Source, recipe: Recipe, function: RowFunction | None) -> tup
     """The first rows of a source, their format, and about how many rows it has."""
     opened = open_source(source, recipe.output_dir)
     read = [row for _, row in islice(opened.rows, _SAMPLE)]
-    rows = [row for row in read if not isinstance(row, BadRow)]
+    rows = [row for row in read if isinstance(row, dict)]
     if not rows:
         reason = "".join(f": {row.reason}" for row in read[:1] if isinstance(row, BadRow))
         raise DataError(f"{source.path} holds no rows in split={source.split} that can be read{reason}.")

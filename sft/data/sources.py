@@ -16,6 +16,7 @@ from sft.errors import DataError
 from sft.hub.demo import make_demo
 from sft.hub.names import BUILTIN, SUFFIXES, hub_answers, hub_commit, hub_id_problem, is_on_hub, is_pattern
 from sft.recipe.load import find_file
+from sft.recipe.local_code import RowFunction
 from sft.recipe.schema import Recipe, Source
 
 _METADATA = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
@@ -147,11 +148,15 @@ def _saved_dataset(path: Path, split: str) -> list[Path]:
 # Rows
 
 
+Numbered = tuple[int, Row | BadRow | None]
+"""A row with its number in its source, from 1; None: data.function leaves it out."""
+
+
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of one source, numbered from 1."""
+    """The rows of one source."""
 
-    rows: Iterator[tuple[int, Row | BadRow]]
+    rows: Iterator[Numbered]
     file_starts: list[tuple[int, str]]
     """For each file opened so far: the number of rows before it, and its name."""
 
@@ -168,11 +173,11 @@ def place(path: str, file_starts: list[tuple[int, str]], row: int) -> str:
     return f"{name}, row {row - before}"
 
 
-def open_source(source: Source, output_dir: str) -> SourceRows:
-    """Open a source. Raises DataError where it does not exist or cannot be read; also while its rows are taken."""
+def open_source(source: Source, output_dir: str, function: RowFunction | None = None) -> SourceRows:
+    """Open a source, whose rows go through a function. Raises DataError where it cannot be read; also while its rows are taken."""
     files = source_files(source, output_dir)
     if files is None:
-        return SourceRows(enumerate(_hub_rows(source), start=1), [])
+        return SourceRows(_converted(enumerate(_hub_rows(source), start=1), function), [])
     starts: list[tuple[int, str]] = []
 
     def rows() -> Iterator[tuple[int, Row | BadRow]]:
@@ -184,7 +189,19 @@ def open_source(source: Source, output_dir: str) -> SourceRows:
                 yield number, row
 
     wanted = split_and_slice(source)[1]
-    return SourceRows(islice(rows(), wanted.start, wanted.stop), starts)
+    return SourceRows(_converted(islice(rows(), wanted.start, wanted.stop), function), starts)
+
+
+def _converted(rows: Iterator[tuple[int, Row | BadRow]], function: RowFunction | None) -> Iterator[Numbered]:
+    """What a function makes of each row: one, several or none."""
+    for number, row in rows:
+        made: list[Row | BadRow | None] = [row]
+        if function is not None and not isinstance(row, BadRow):
+            try:
+                made = [*function(row)] or [None]
+            except ValueError as error:
+                made = [BadRow(str(error))]
+        yield from ((number + ROWS * place, one) for place, one in enumerate(made))
 
 
 def _hub_rows(source: Source) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from typing import Any
 from sft.data.conversation import TEXT_KEYS
 from sft.data.formats import row_format
 from sft.data.readers import BadRow, Row
-from sft.data.sources import open_source
+from sft.data.sources import Numbered, open_source
 from sft.errors import DataError
 from sft.hub.names import is_on_hub
 from sft.recipe.schema import Source
@@ -45,14 +45,14 @@ class Rows:
 
     source: Source
     format: str
-    numbered: list[tuple[int, Row | BadRow]]
+    numbered: list[Numbered]
     is_all: bool
     """Whether that is all there are."""
 
     @property
     def good(self) -> list[Row]:
         """The rows that can be read."""
-        return [row for _, row in self.numbered if not isinstance(row, BadRow)]
+        return [row for _, row in self.numbered if isinstance(row, dict)]
 
 
 def read_sample(data: str, columns: Mapping[Any, str] | None, output_dir: str) -> Rows:
@@ -70,7 +70,7 @@ def read_sample(data: str, columns: Mapping[Any, str] | None, output_dir: str) -
     stream = open_source(source.model_copy(update={"streaming": is_on_hub(source)}), output_dir).rows
     numbered = list(islice(stream, MOST_ROWS))
     head = [row for _, row in numbered[:_HEAD]]
-    good = [row for row in head if not isinstance(row, BadRow)]
+    good = [row for row in head if isinstance(row, dict)]
     if not good:
         reason = "".join(f": {row.reason}" for row in head[:1] if isinstance(row, BadRow))
         raise DataError(f"{data} holds no rows that can be read{reason}.")

@@ -19,7 +19,6 @@ GIB = 2**30
     [
         ("auto", "auto", 100, [], 0, 1),
         ("auto", 2, 100, [], 0, 2),
-        ("auto", "auto", 64, [80], 1, 1),
         ("auto", "auto", 40, [80, 80, 80], 1, 3),
         (
             "auto",
@@ -29,10 +28,8 @@ GIB = 2**30
             1,
             2,
         ),  # somebody else uses the third: processes take GPUs from the first on
-        ("auto", 1, 40, [80, 80], 1, 1),
         (True, "auto", 16, [80, 80], 2, 1),
         ("auto", "auto", 65, [80, 80], 2, 1),
-        ("auto", "auto", 16, [10, 80], 2, 1),  # what another process holds on the first GPU counts
     ],
 )
 def test_a_process_for_each_gpu_with_room_and_layers_are_spread_where_none_has(
@@ -45,11 +42,9 @@ def test_a_process_for_each_gpu_with_room_and_layers_are_spread_where_none_has(
 @pytest.mark.parametrize(
     ("parallelize", "processes", "weights", "free", "message"),
     [
-        (True, "auto", 16, [80], "eval.parallelize=True, eval.processes=auto: 16 GiB"),
         (False, "auto", 140, [80, 80], "140 GiB of weights do not fit. Free on the visible GPUs: 80 GiB, 80 GiB; 20%"),
         ("auto", "auto", 140, [80, 80], "140 GiB of weights do not fit"),
         ("auto", 3, 40, [80, 80], "eval.processes=3: 40 GiB of weights do not fit"),
-        ("auto", 2, 65, [80, 80], "eval.processes=2: 65 GiB of weights do not fit"),
     ],
 )
 def test_what_fits_nowhere_is_refused_with_its_arithmetic(

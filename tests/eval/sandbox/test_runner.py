@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import venv
@@ -49,14 +48,6 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder for temporary files that each user can write to."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)
-        yield Path(folder)
 
 
 @pytest.fixture
@@ -204,11 +195,11 @@ def test_a_killed_evaluation_leaves_no_process() -> None:
     wait_until(lambda: not any(process.is_running() for process in started))
 
 
-def test_an_interpreter_under_tmp_is_there_although_the_programs_have_a_tmp_of_their_own(open_folder: Path) -> None:
-    venv.create(open_folder / "venv")
+def test_an_interpreter_under_tmp_is_there_although_the_programs_have_a_tmp_of_their_own(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv")
     path = os.pathsep.join([str(REPOSITORY), *(folder for folder in sys.path if folder.endswith("site-packages"))])
     done = subprocess.run(
-        [open_folder / "venv/bin/python", "-c", "from eval.sandbox.runner import run_program; print(run_program('').passed)"],
+        [tmp_path / "venv/bin/python", "-c", "from eval.sandbox.runner import run_program; print(run_program('').passed)"],
         env=os.environ | {"PYTHONPATH": path}, cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == "True", done.stderr

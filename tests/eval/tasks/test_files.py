@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jinja2.exceptions import SecurityError, UndefinedError
 
-from eval.tasks.files import LocalTasks, TaskFile
+from eval.tasks.files import LocalTasks, Task
 from eval.tasks.load import load_tasks, render_in_sandbox
 from eval.tasks.settings import Settings
 from eval.tasks.suites import TaskSelection, check_tasks
@@ -17,7 +17,7 @@ from sft.recipe.schema import Evaluation
 WriteTask = Callable[..., Path]
 
 
-def read(path: Path, text: str) -> TaskFile:
+def read(path: Path, text: str) -> Task:
     path.write_text(text)
     return LocalTasks(None, frozenset({"acc"})).read(path, path.parent)
 
@@ -88,7 +88,7 @@ def test_what_the_shell_has_set_is_no_consent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
-    task = LocalTasks(None, frozenset()).read(path := write_task("plain"), path.parent).task
+    task = LocalTasks(None, frozenset()).read(path := write_task("plain"), path.parent)
     load_tasks(TaskSelection((task,)), settings("plain"), consent, tmp_path / "log")
     assert os.environ["HF_ALLOW_CODE_EVAL"] == str(int(consent))
 

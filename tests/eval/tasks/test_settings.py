@@ -127,10 +127,3 @@ def test_a_model_that_is_missing_is_one_message(name: str) -> None:
         load_config(name, None, False)
     assert name in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("config", ["{", '{"model_type": "no-such-model"}'])
-def test_a_broken_config_is_one_message(config: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(EvaluationError, match="cannot be loaded"):
-        load_config(str(tmp_path), None, False)

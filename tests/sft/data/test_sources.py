@@ -5,6 +5,7 @@ from typing import Any
 
 import datasets
 import pytest
+from huggingface_hub import close_session
 
 from sft.data.readers import BadRow, read_rows
 from sft.data.sources import local_files, open_source, place, source_files
@@ -181,6 +182,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy"):
             monkeypatch.delenv(name, raising=False)
         yield hub.asked
+        close_session()
 
 
 def test_the_hub_is_asked_once_for_a_commit_and_that_commit_is_loaded(hub: list[str]) -> None:
