@@ -94,7 +94,8 @@ def both(folder: Path, name: str) -> dict[str, Any]:
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             SFTTrainer.__init__(self, *arguments, **options)
-            self.stopping, self.saving, self.resume_plan, self.reshards = None, Progress().saving, None, False
+            self.stopping, self.saving, self.resume_plan = None, Progress().saving, None
+            self.reshards = self.saves_full = False
             self.checkpoints = CheckpointWriter(folder / "ours", 1, {"ranks": 1, "recipe": {}}, 0)
             self.writer = Writer("one process", 1, "fp32", "fp32")
 

@@ -147,7 +147,7 @@ def tuning(bench: Bench) -> Iterator[Row]:
         for line in process.stdout:
             print(line, end="", flush=True)
             chosen = line.strip() or chosen
-            trial = re.match(r"  (.*checkpointing.*, micro-batch \d+): (.*)", line)
+            trial = re.match(r"  (gradient_checkpointing=\S+ micro_batch_size=\d+): (.*)", line)
             if trial:
                 yield {"what": trial[1], "text": trial[2]}
     if process.returncode:
@@ -161,7 +161,7 @@ def profile(bench: Bench) -> Iterator[Row]:
 
     words, folder = ["train.profile=true", "train.global_batch_size=1"], bench.work / "run-profile"
     try:
-        train_ours(bench, "short", folder, words, steps=12)  # docs/metrics.md: it traces three of the first nine
+        train_ours(bench, "short", folder, words, steps=12)  # docs/debugging.md: it traces three of the first nine
     except DidNotFit:
         yield {"what": "no checkpointing", "does_not_fit": True}
         folder = bench.work / "run-profile-checkpointing"

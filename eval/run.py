@@ -87,22 +87,14 @@ def _without_consents(run: Run, evaluation: Evaluation, given: set[str]) -> Eval
     return evaluation.model_copy(update={key: False for key in CONSENTS if f"eval.{key}" not in given})
 
 
-def _leave_launcher() -> str | None:
-    """Under torchrun by hand, go on as a single process: rank 0 starts as many itself, and the other ranks end.
-
-    Returns the override that says how many; None without a launcher.
-    """
-    number, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    rank, is_rank = os.environ.get("RANK", "0"), terminal.is_rank()
-    if is_rank and here != number:
+def _leave_launcher() -> None:
+    """Refuse several processes of a launcher, and forget one."""
+    if terminal.is_rank():
         raise EvaluationError(
-            f"The evaluation was started as {number} processes, {here} of them on this node. It runs on one node: start it on one."
+            "The evaluation starts its own processes. Start it once, without a launcher: processes=N sets how many."
         )
     for name in LAUNCHED:
         os.environ.pop(name, None)
-    if is_rank and rank != "0":
-        sys.exit(0)
-    return f"processes={number}" if is_rank else None
 
 
 def _evaluate(arguments: list[str]) -> dict[str, str]:
@@ -123,8 +115,8 @@ def main(arguments: list[str]) -> None:
     """Measure what the first argument names."""
     if not arguments or "=" in arguments[0]:
         raise EvaluationError(f"Name a run's folder or a model first.\n\n{__doc__}")
-    launched = _leave_launcher()
-    not_measured = _evaluate([*arguments, *([launched] if launched else [])])
+    _leave_launcher()
+    not_measured = _evaluate(arguments)
     if not_measured:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())
         terminal.show_message(f"The evaluation is incomplete. Not measured:{reasons}")

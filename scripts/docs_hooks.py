@@ -82,15 +82,15 @@ def keys_of(tool: str) -> str:
 
 
 def _nested(schema: type[Section], prefix: str) -> Iterator[str]:
+    shown: dict[type[Section], str] = {}
     for name, field in schema.model_fields.items():
         for inner in sections_in(field.annotation):
-            yield from [
-                f"### {prefix}.{name}",
-                "",
-                (inner.__doc__ or "").strip(),
-                "",
-                *_keys(inner, f"{prefix}.{name}."),
-            ]
+            yield from [f"### {prefix}.{name}", ""]
+            if inner in shown:
+                yield from [f"The keys of [{shown[inner]}](#{shown[inner].replace('.', '')}).", ""]
+                continue
+            shown[inner] = f"{prefix}.{name}"
+            yield from [(inner.__doc__ or "").strip(), "", *_keys(inner, f"{prefix}.{name}.")]
             yield from _nested(inner, f"{prefix}.{name}")
 
 

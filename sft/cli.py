@@ -91,11 +91,9 @@ def _plan(
 ) -> None:
     if write is not None and fit is None:
         raise RecipeError("--write writes a recipe with a change that --fit finds: give both.")
-    if as_json and fit is not None:
-        raise RecipeError("--fit lists changes and --json prints one plan: give one.")
-    if price is not None and fit is not None:
+    if fit is not None and (as_json or price is not None):
         raise RecipeError(
-            "--fit lists changes and --price is for one plan: give one, and price the plan of the changed recipe."
+            "--fit lists changes; --json and --price are for one plan. Give them with the changed recipe."
         )
     if fit is None:
         from sft.launch.main import show_plan
@@ -120,14 +118,14 @@ def sft() -> None:
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
 @click.option("--model", metavar="FOLDER|HUB_ID", help="The model to train (default: a small, open one).")
 @click.option("--gpus", metavar="8x80GB", help="The GPUs to write it for (default: this machine).")
-@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, if their names do not tell.")
+@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, if their names do not say.")
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="The recipe (default: DATA's name)."
 )
 def init(
     data: str, words: tuple[str, ...], model: str | None, gpus: str | None, columns: str | None, output: Path | None
 ) -> None:
-    """Inspect a dataset and write a ready-to-run recipe, with a reason for each value.
+    """Inspect a dataset and write a ready-to-run recipe. Each value has its reason beside it.
 
     DATA is a file (.csv, .json, .jsonl, .parquet, .arrow), a folder, a pattern or a dataset on the hub. An eval split and a task made
     from it go to a folder next to the recipe. KEY=VALUE fixes a key of the recipe; the rest follows from it.
@@ -161,17 +159,13 @@ def init(
 def train(
     words: tuple[str, ...],
     plans: bool,
-    on: str | None,
-    price: float | None,
-    fit: str | None,
-    write: Path | None,
-    as_json: bool,
     preflight: bool,
     prepares: bool,
     rows: int | None,
     max_restarts: int,
+    **plan_options: Any,
 ) -> None:
-    """Train a recipe, evaluate base and tuned model, and write a report.
+    """Train a recipe, evaluate base and tuned model, write a report.
 
     RECIPE is a YAML file, or the folder of a run: an unfinished run resumes, a finished one is trained again in a new run.
 
@@ -185,8 +179,8 @@ def train(
     Environment: NPROC (processes on this node; default, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Slurm,
     Kubernetes (PyTorchJob) and SkyPilot set their own: scripts/slurm, scripts/kubernetes, scripts/skypilot.
     """
-    if plans or any(option is not None for option in (on, price, fit, write)) or as_json:
-        _plan(words, on, price, fit, write, as_json)
+    if plans or any(value is not None and value is not False for value in plan_options.values()):
+        _plan(words, **plan_options)
         return
     from sft.launch.main import start
 
@@ -200,9 +194,7 @@ def train(
 @sft.command(**COMMAND)
 @_recipe_arguments
 @_plan_options
-def plan(
-    words: tuple[str, ...], on: str | None, price: float | None, fit: str | None, write: Path | None, as_json: bool
-) -> None:
+def plan(words: tuple[str, ...], **plan_options: Any) -> None:
     """Print every decision with its reason. Starts nothing.
 
     \b
@@ -213,14 +205,14 @@ def plan(
       sft plan recipes/qwen3b.yaml --on 1x24GB --fit
       sft plan recipes/qwen3b.yaml --on 1x24GB --fit 2 --write qwen3b_small.yaml
     """
-    _plan(words, on, price, fit, write, as_json)
+    _plan(words, **plan_options)
 
 
 @sft.command(**COMMAND)
 @_recipe_arguments
 @click.option("-n", "--rows", metavar="N", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
 def show(words: tuple[str, ...], rows: int) -> None:
-    """Show rows as the model gets them, the token ledger and the findings.
+    """Show rows as the model gets them, token ledger and findings.
 
     \b
       sft show recipes/tiny.yaml
@@ -256,7 +248,7 @@ def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> No
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON: tool, carried, changed, dropped.")
 def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> None:
-    """Convert a training config of another tool to a recipe, and account for each of its keys.
+    """Convert another tool's training config to a recipe. Accounts for each of its keys.
 
     FILE is a config of trl, the alignment-handbook, axolotl, LLaMA-Factory or torchtune, or transformers' TrainingArguments as JSON.
     Exit status: 0 converted, 2 refused.
@@ -273,7 +265,7 @@ def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) ->
 @sft.command("eval", **COMMAND)
 @click.argument("words", nargs=-1, required=True, metavar="RUN|MODEL [KEY=VALUE]...", type=click.Path())
 def evaluate(words: tuple[str, ...]) -> None:
-    """Evaluate a run's base and tuned model with the same settings and compare them, or evaluate any one model.
+    """Evaluate a run, or any model. A run's base and tuned model get the same settings, and are compared.
 
     \b
       sft eval outputs/tiny/latest
@@ -301,7 +293,7 @@ def chat(words: tuple[str, ...]) -> None:
 @sft.command(**PASSED_ON)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def export(words: tuple[str, ...]) -> None:
-    """Export a run's model: merged, for vLLM, for Ollama, or to the hub."""
+    """Export a run's model: merged, for vLLM, Ollama or the hub."""
     _become("sft.export", words)
 
 

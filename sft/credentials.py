@@ -63,12 +63,12 @@ def _describe(text: str) -> str | None:
     for value, name in _from_environment(os.environ).items():
         if value in text:
             return f"the value of the environment variable {name}"
-    shape = _SHAPES.search(text)
-    if shape:
-        return f"{shape[0][:3]}..., {len(shape[0])} characters"
-    if _LOGIN.search(text):
-        return "a login in a URL, before its host"
-    return "a token in a URL, after its ?" if _QUERY.search(text) else None
+    kinds = {
+        "the shape of a key": _SHAPES,
+        "a login in a URL, before its host": _LOGIN,
+        "a token in a URL, after its ?": _QUERY,
+    }
+    return next((kind for kind, pattern in kinds.items() if pattern.search(text)), None)
 
 
 def secrets_in(text: str, overrides: Sequence[str]) -> list[str]:

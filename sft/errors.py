@@ -30,7 +30,7 @@ EXIT_USER_ERROR = 2
 EXIT_LOST_RANK = 1  # not 2: there is nothing to change before running the same command again, so a scheduler may do it
 EXIT_GATE = 3  # so that CI can tell a worse model from an evaluation that did not finish
 EXIT_INTERRUPTED = 130  # Ctrl-C (SIGINT)
-EXIT_TERMINATED = 143  # any other request to stop: docs/interruptions.md
+EXIT_TERMINATED = 143  # any other request to stop: docs/resume.md
 
 
 class ShownError(Exception):

@@ -11,7 +11,7 @@ Before step 1 and after the last step there is nothing to save: the main thread 
 the signal, and sft/train/stopping.py asks for it at the end of each step. A second signal ends the process at once.
 
 A thread hears the signals through Python's wake-up file descriptor, also while the main thread waits in C++ for a GPU or another rank.
-docs/interruptions.md is for users.
+docs/resume.md is for users.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from sft import terminal
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
@@ -42,16 +41,6 @@ _STARTED_BY = (
 
 Act = Callable[[signal.Signals, bool], None]
 """Called in another thread with a signal, and whether it is the second one."""
-
-
-class Interruptible(Protocol):
-    """What a stop request interrupts: a run."""
-
-    def record(self, interrupted: Interrupted) -> str:
-        """Record the interruption, and return what the next start does, as a sentence."""
-
-    def clean_up(self) -> None:
-        """Remove what is half written, just before the process ends."""
 
 
 def exit_status(number: int) -> int:
@@ -90,8 +79,8 @@ class _Listener:
         self._first_at = 0.0
         self._holds = self._ignores = self._raised = False
         self._act: Act = self._stop_after_the_step
-        self._others: dict[int, Callable[[], None]] = {}
-        self._interruptible: Interruptible | None = None
+        self._record: Callable[[Interrupted], str] = lambda _: "The same command starts again, or resumes."
+        self._clean_up: Callable[[], None] = lambda: None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -160,8 +149,6 @@ class _Listener:
                     return
                 if number in SIGNALS:
                     self._arrived(signal.Signals(number))
-                elif number in self._others:
-                    self._others[number]()
 
     def _arrived(self, number: signal.Signals) -> None:
         terminal.signal_arrived()
@@ -186,20 +173,8 @@ class _Listener:
     def _end_now(self) -> None:
         first = self._first or signal.SIGTERM
         self.report(Interrupted(first.name, exit_status(first)))
-        if self._interruptible is not None:
-            self._interruptible.clean_up()
+        self._clean_up()
         os._exit(exit_status(first))
-
-    def on_signal(self, number: signal.Signals, act: Callable[[], None] | None) -> None:
-        """Call `act` in the listening thread whenever this signal arrives; None: no longer."""
-        if not self._listens:
-            return
-        if act is None:
-            self._others.pop(number, None)
-            return
-        self._others[number] = act
-        # The wake-up file descriptor is written only for a signal that Python handles.
-        signal.signal(number, lambda number, frame: None)
 
     def asked(self) -> signal.Signals | None:
         """The first signal that asked this process to stop."""
@@ -228,16 +203,15 @@ class _Listener:
             for number in self._handlers_before:
                 signal.signal(number, signal.SIG_DFL)
 
-    def interrupts(self, interruptible: Interruptible) -> None:
-        """Name what records an interruption from here on."""
+    def interrupts(self, record: Callable[[Interrupted], str], clean_up: Callable[[], None]) -> None:
+        """From here on `record` records an interruption and returns what the next start does, as a sentence; before the process is ended
+        at once, `clean_up` removes what is half written."""
         if self._listens:
-            self._interruptible = interruptible
+            self._record, self._clean_up = record, clean_up
 
     def report(self, interrupted: Interrupted) -> None:
         """Record the interruption, and print one line: what happened, and what the next start does."""
-        next_start = "The same command starts again, or resumes."
-        if self._interruptible is not None:
-            next_start = self._interruptible.record(interrupted)
+        next_start = self._record(interrupted)
         parent_reports = os.environ.get(_STARTED_BY) == str(os.getppid())
         if parent_reports or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
             return
@@ -253,5 +227,5 @@ os.register_at_fork(after_in_child=_listener.after_fork)
 
 listening, close = _listener.listening, _listener.close
 hold, release, ignore, give_up = _listener.hold, _listener.release, _listener.ignore, _listener.give_up
-asked, on_signal = _listener.asked, _listener.on_signal
+asked = _listener.asked
 interrupts, report = _listener.interrupts, _listener.report

@@ -236,14 +236,8 @@ def show_crash(error: BaseException) -> None:
 
 
 def _log(text: str) -> None:
-    # Rank 0 has no log, and nothing else keeps what it does not show.
     if _output.log is not None:
         print(f"\n[{_now()}] {text}", file=sys.stderr, flush=True)
-    elif _output.run is not None:
-        with suppress(OSError):
-            (_output.run / "logs").mkdir(exist_ok=True)
-            with (_output.run / "logs" / f"rank-{_rank()}.log").open("a") as file:
-                file.write(f"[{_now()}] rank {_rank()} on {socket.gethostname()}: {text}\n")
 
 
 def signal_arrived() -> None:
@@ -272,15 +266,12 @@ def _now() -> str:
 
 # Line breaks and tabs; the joiners of emoji, Persian and Indic scripts; direction marks that reverse no text.
 _KEPT = {"\n", "\t", "\u200c", "\u200d", "\u200e", "\u200f", "\u061c"}
-# Format characters that a font draws.
-_DRAWN = {*map(chr, range(0x600, 0x606)), "\u06dd", "\u070f", "\u0890", "\u0891", "\u08e2", "\U000110bd", "\U000110cd"}
 _NOT_PLAIN = re.compile(r"[^ -~\n\t]")
 
 
 def is_hidden(character: str) -> bool:
     """Whether a character is a control character, overrides the direction, is invisible, or is half a surrogate pair."""
-    seen = character in _KEPT or character in _DRAWN
-    return not seen and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return character not in _KEPT and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def name_of(character: str) -> str:

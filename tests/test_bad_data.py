@@ -104,7 +104,7 @@ BAD = {
     ),
     "a row of a megabyte": refused(
         lines(*many(9), LONG),
-        "1 of 10 rows (10.0%) are longer than data.max_length=128",
+        "1 of 10 rows (10.0%) are too long for data.max_length=128",
         "data.max_overlong_fraction=0.05",
         "tokens a row",
     ),

@@ -39,7 +39,7 @@ TYPOS = {
     ),
     "data that is missing": Mistake("data.train=gone.jsonl", ("data.train", "gone.jsonl", "no file or folder")),
     "a batch that cannot be divided": Mistake(
-        "train.global_batch_size=7", ("train.global_batch_size=7 cannot be shared by 2 processes", "6 or 8", "1"),
+        "train.global_batch_size=7", ("train.global_batch_size=7 is not a multiple of micro_batch_size x processes = 1 x 2", "6 or 8"),
         environment={"NPROC": "2"},
     ),
 }  # fmt: skip
@@ -67,7 +67,7 @@ MISTAKES = TYPOS | {
     "a task that runs code": Mistake(
         "eval.tasks=[humaneval]", ("`humaneval` runs Python code that the model writes", "confirm_run_unsafe_code=true")
     ),
-    "an output_dir that is a file": Mistake("output_dir=rows.jsonl", ("output_dir=rows.jsonl", "is not a folder")),
+    "an output_dir that is a file": Mistake("output_dir=rows.jsonl", ("output_dir=rows.jsonl", "Not a directory")),
     "an output_dir where nothing can be made": Mistake("output_dir=/proc/x", ("output_dir=/proc/x: /proc",)),
     "an output_dir with a variable": Mistake("output_dir=$RUNS/x", ("output_dir=$RUNS/x", "not expanded")),
     "a plan with the trainer's own keys": Mistake(

@@ -164,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/models":
             raise Refused(404, "Not Found")
         data = [
-            {"id": name, "object": "model", "owned_by": "tiny_server", "root": one.folder, "max_model_len": one.length}
+            {"id": name, "owned_by": "openai" if name in self.openai else "vllm", "max_model_len": one.length}
             for name, one in self.models.items()
         ]
         return {"object": "list", "data": data}

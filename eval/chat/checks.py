@@ -44,32 +44,21 @@ def check(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"answers": len(answers), **counts, "passed": passed}
 
 
-def warning(tuned: dict[str, Any], ends: Sequence[str], limit: int, only_text: bool, truncated: int) -> str | None:
-    """What is wrong with the tuned model's answers, the likely reason, and the remedy; None where nothing is wrong."""
+def warning(tuned: dict[str, Any], ends: Sequence[str], limit: int) -> str | None:
+    """What is wrong with the tuned model's answers, and what to look at; None where nothing is wrong."""
     if tuned["passed"]:
         return None
     lines, answers = [], tuned["answers"]
-    endless = answers - tuned["ended"]
-    if endless:
+    if endless := answers - tuned["ended"]:
         lines.append(f"{endless} of {answers} answers do not end on their own: they are cut at {limit} tokens.")
-        lines.append(_why_endless(endless == answers, ends, only_text, truncated))
+        lines.append(
+            f"Generation ends at {' or '.join(ends)}. `--show 3` marks the target tokens: the end of each turn must be among them, and not "
+            "truncated by data.max_length. If it is, train longer; if answers are long, raise eval.chat.max_new_tokens."
+            if ends
+            else "final/generation_config.json names no token that ends an answer: set eos_token_id there."
+        )
     if tuned["loops"]:
         lines.append(f"{tuned['loops']} of {answers} answers loop.")
     if tuned["empty"]:
         lines.append(f"{tuned['empty']} of {answers} answers are empty: look at the shortest answers of the data.")
     return "\n  ".join(["WARNING: the tuned model does not chat as it should.", *lines])
-
-
-def _why_endless(always: bool, ends: Sequence[str], only_text: bool, truncated: int) -> str:
-    if not ends:
-        return "final/generation_config.json names no token that ends an answer: set eos_token_id there."
-    if only_text:
-        return "The data is plain text without conversations, so no end of a turn was trained: train on conversations."
-    if truncated:
-        return f"{truncated:,} tokens were cut off the ends of rows, with ends of turns: raise data.max_length, or set data.overlong=drop."
-    if not always:
-        return "It may need more training, or its answers are long: then raise eval.chat.max_new_tokens."
-    return (
-        f"It has not learned to write {' or '.join(ends)}, which ends generation: train longer or with a larger learning rate. "
-        "`--show 3` marks the target tokens: the end of each turn must be among them."
-    )

@@ -14,13 +14,12 @@ from typing import Any
 
 from eval.chat.checks import check, is_empty, loops, warning
 from eval.chat.model import ChatFormat, Messages, load_format, load_weights
-from eval.harness.prompting import own_template
 from eval.models.placement import give_memory_back
 from eval.models.target import Target, base_target, check_trained
 from eval.tasks.output import chatter_to
 from eval.tasks.reference import Reference, load_reference
 from sft.errors import EvaluationError
-from sft.files import read_json, write_json
+from sft.files import write_json
 from sft.hub.demo import questions
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run, find_run
@@ -132,10 +131,7 @@ def _answer_with_both(run: Run, reference: Reference, log: Path) -> dict[str, An
         "max_new_tokens": limit,
         "seed": evaluation.seed,
         "dtype": dtype,
-        "backend": "transformers",
         **chat_format.thinking,
-        "chat_template": "the tuned model's",
-        "base_has_chat_template": own_template(base) is not None,
         "ends": chat_format.tokenizer.convert_ids_to_tokens(sorted(chat_format.stops)),
     }
     pairs = zip(prompts, answers["base"], answers["tuned"], strict=True)
@@ -151,13 +147,8 @@ def _show(run: Run, result: dict[str, Any]) -> None:
         looping = f", {counts['loops']} loop" if counts["loops"] else ""
         empty = f", {counts['empty']} are empty" if counts["empty"] else ""
         print(f"{label}: {counts['ended']} of {counts['answers']} answers end on their own{looping}{empty}")
-    generation, ledger = result["generation"], read_json(run.ledger_file) if run.ledger_file.is_file() else {}
-    if not generation["base_has_chat_template"]:
-        print("base: has no chat template, and uses the tuned model's.")
-    formats = {source["format"] for source in ledger.get("sources", [])}
-    only_text = bool(formats) and formats <= {"text", "tokens"}
-    truncated = ledger.get("total", {}).get("tokens", {}).get("truncated", 0)
-    words = warning(result["checks"]["tuned"], generation["ends"], generation["max_new_tokens"], only_text, truncated)
+    generation = result["generation"]
+    words = warning(result["checks"]["tuned"], generation["ends"], generation["max_new_tokens"])
     if words is not None:
         print(words, file=sys.stderr, flush=True)
     print(f"Answers: {run.path / 'eval' / 'chat.json'}", flush=True)

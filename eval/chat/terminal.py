@@ -93,27 +93,20 @@ class Conversation:
             return f"(a new conversation, {'with this' if rest.strip() else 'without'} system prompt)"
         return HELP if name == "/help" else f"({name} is not a command)\n{HELP}"
 
-    def fit(self, question: str) -> tuple[Messages, list[int], int]:
-        """The conversation with a new question, its token ids, and how many of the oldest turns are left out to make room for an answer."""
-        messages, dropped = [*self.messages, {"role": "user", "content": question}], 0
-        first = int(messages[0]["role"] == "system")
-        context = self.chat_format.context
-        room = sys.maxsize if context is None else context - self.generation.max_new_tokens
-        while len(ids := self.chat_format.render(messages)) > room:
-            if len(messages) == first + 1:
-                raise EvaluationError(f"This is longer than the {room} tokens that there is room for. Shorten it.")
-            del messages[first : first + 2]
-            dropped += 2
-        return messages, ids, dropped
+    def fit(self, question: str) -> tuple[Messages, list[int]]:
+        """The conversation with a new question, and its token ids, which leave room for an answer."""
+        messages = [*self.messages, {"role": "user", "content": question}]
+        ids, context = self.chat_format.render(messages), self.chat_format.context
+        if context is not None and len(ids) > context - self.generation.max_new_tokens:
+            raise EvaluationError(f"The context of {context} tokens is full. /reset starts over.")
+        return messages, ids
 
     def answer(self, question: str, show: Callable[[str], None]) -> Iterator[str]:
         """Answer a question; yields notes for the user."""
         import torch
 
         chat_format = self.chat_format
-        messages, prompt, dropped = self.fit(question)
-        if dropped:
-            yield f"(the context of {chat_format.context} tokens is full: the oldest {dropped} turns are left out)"
+        messages, prompt = self.fit(question)
         streamer, stopped = Streamer(chat_format, show), False
         ids = torch.tensor([prompt], device=self.model.device)
         mask = torch.ones_like(ids)

@@ -65,7 +65,6 @@ def _compare_metric(
         "decides": False,
         "higher_is_better": tuned["higher_is_better"].get(task, {}).get(metric),
         "documents": counted,
-        "passages": None if documents is None else documents.passages,
         "base": base_score,
         "base_stderr": base_stderr,
         "tuned": tuned_score,

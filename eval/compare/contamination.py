@@ -6,7 +6,6 @@ The training data is searched as it streams by: the n-grams of a few thousand do
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -134,9 +133,7 @@ class Search:
 def prepared_folder(run: Run) -> Path | None:
     """The folder of the prepared data that a run was trained on; None where it is gone."""
     fingerprint = run.record.get("data_fingerprint")
-    # The recipe's output_dir may be relative to another folder, or the run may have been moved.
-    roots = {run.output_dir, Path(run.recipe().output_dir).expanduser().resolve()}
-    for file in sorted(file for root in roots for file in root.glob(".prepared/*/prepared.json")):
+    for file in sorted(run.output_dir.glob(".prepared/*/prepared.json")):
         prepared = find_prepared(file.parent)
         if prepared is not None and prepared.fingerprint == fingerprint:
             return prepared.folder
@@ -147,11 +144,7 @@ def training_texts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator
     """Yield the training documents as text, in batches: without special tokens, in the order on disk."""
     store = DocumentStore.open(folder)
     trained = np.unique(SequenceIndex.load(folder / "train.npz").members)
-    shown = sys.stderr.isatty() or len(trained) > 100_000
-    tqdm.monitor_interval = 0
-    with tqdm(
-        total=len(trained), unit=" documents", desc="Searching the training data", disable=not shown, mininterval=10
-    ) as progress:
+    with tqdm(total=len(trained), unit=" documents", desc="Searching the training data", disable=None) as progress:
         batch = np.cumsum(store.documents["length"][trained], dtype=np.int64) // _TOKENS_AT_A_TIME
         for chosen in np.split(trained, np.flatnonzero(np.diff(batch)) + 1):
             ids = [store.document(int(index))[0].tolist() for index in chosen]
@@ -170,9 +163,8 @@ def check_contamination(
     """Count the documents of each task that the run's training data holds, as eval.contamination wants it.
 
     Returns:
-        `ngram`, and for each of `tasks` how many `documents` it has, how many were `found`, how many are too short to search for
-        (`too_short`), and the scores without those that were found. Where the data is gone `tasks` is empty, and `reason` says so.
-        None where the recipe does not want it.
+        `ngram`, and for each of `tasks` how many `documents` it has, how many were `found`, and how many are too short to search for
+        (`too_short`). Where the data is gone `tasks` is empty, and `reason` says so. None where the recipe does not want it.
     """
     if wanted is False:
         return None
@@ -195,26 +187,11 @@ def check_contamination(
         search.scan(some)
     hits = search.found()
     tasks: dict[str, Any] = {}
-    for metric in deciding:
-        inside = parts[metric.row["task"]]
-        mine = {place: places[text] for place, text in texts.items() if place[0] in inside}
-        found = {
-            leaf: {document for (of, document), text in mine.items() if of == leaf and hits[text]} for leaf in inside
-        }
-        tasks[metric.row["task"]] = {
+    for task, inside in parts.items():
+        mine = [places[text] for (leaf, _), text in texts.items() if leaf in inside]
+        tasks[task] = {
             "documents": len(mine),
-            "found": sum(map(len, found.values())),
-            "too_short": int(search.too_short[list(mine.values())].sum()),
-            **_scores_without(metric, found),
+            "found": int(hits[mine].sum()),
+            "too_short": int(search.too_short[mine].sum()),
         }
     return {"ngram": size, "tasks": tasks}
-
-
-def _scores_without(metric: Metric, found: dict[str, set[int]]) -> Results:
-    """The scores on the documents that were not found; nothing where none was, or the score is no sum over documents."""
-    scores = metric.paired.scores(found) if metric.paired is not None and any(found.values()) else None
-    if scores is None:
-        return {}
-    base, tuned = scores.tolist()
-    without = {"base_without": base, "tuned_without": tuned, "difference_without": tuned - base}
-    return {"metric": metric.row["metric"], **without}

@@ -12,19 +12,7 @@ from eval.compare.results import Samples
 from eval.compare.verdicts import Metric, Row
 from sft.files import write_text
 
-MOST_CHARACTERS = 4_000
-"""Of a question or an answer; what is left out is counted in it."""
-
 Sample = dict[str, Any]
-
-
-def shorten(text: str, keep_end: bool = False) -> str:
-    """A text of at most MOST_CHARACTERS, its beginning or its end, and how much of it is not shown."""
-    more = len(text) - MOST_CHARACTERS
-    if more <= 0:
-        return text
-    mark = f"[{more:,} characters are not shown]"
-    return f"{mark}\n{text[-MOST_CHARACTERS:]}" if keep_end else f"{text[:MOST_CHARACTERS]}\n{mark}"
 
 
 def texts_in(value: object) -> Iterator[str]:
@@ -55,7 +43,7 @@ def question(sample: Sample) -> str:
     """The document's own texts in the prompt, without template and examples; else the prompt's end."""
     prompt = _requests(sample)[0][0] if sample["arguments"] else ""
     texts = [text.strip() for text in texts_in(sample["doc"]) if len(text.split()) > 2]
-    return shorten("\n".join(dict.fromkeys(text for text in texts if text in prompt)) or prompt, keep_end=True)
+    return "\n".join(dict.fromkeys(text for text in texts if text in prompt)) or prompt[-2000:]
 
 
 def _first(value: object) -> str:
@@ -70,16 +58,15 @@ def answer(sample: Sample, metric: str) -> str:
     if options:
         lengths = [max(1, len(option)) if metric == "acc_norm" else 1 for option in options]
         chances = [float(one[0]) / length for one, length in zip(sample["filtered_resps"], lengths, strict=True)]
-        return shorten(options[chances.index(max(chances))])
+        return options[chances.index(max(chances))]
     answered, taken = _first(sample["resps"]), _first(sample["filtered_resps"])
-    same = taken.strip() == answered.strip()
-    return shorten(answered) + ("" if same else f"\n[taken as the answer: {shorten(taken)}]")
+    return answered if taken.strip() == answered.strip() else f"{answered}\n[taken as the answer: {taken}]"
 
 
 def target(sample: Sample) -> str:
     """The right answer: the option's text, where it is given by number."""
     options, right = _options(sample), str(sample["target"])
-    return options[int(right)] if options and right.isdecimal() and int(right) < len(options) else shorten(right)
+    return options[int(right)] if options and right.isdecimal() and int(right) < len(options) else right
 
 
 def _flips_of(task: str, row: Row, pairs: Pairs, sides: tuple[list[Sample], list[Sample]]) -> Iterator[Row]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import isnan, log
 from typing import Any
@@ -42,10 +41,9 @@ class Pairs:
     passages: np.ndarray | None = None
     """For each document the number of the text that it shares with others; None where documents stand alone."""
 
-    def scores(self, kept: np.ndarray | None = None) -> np.ndarray:
-        """The scores of base and tuned, on all documents or on some."""
-        kept = np.ones(len(self.weights), bool) if kept is None else kept
-        ratios: np.ndarray = self.sums[:, kept].sum(axis=1) / self.weights[kept].sum()
+    def scores(self) -> np.ndarray:
+        """The scores of base and tuned."""
+        ratios: np.ndarray = self.sums.sum(axis=1) / self.weights.sum()
         return np.exp(np.minimum(ratios, 700.0)) if self.perplexity else ratios
 
     @property
@@ -87,24 +85,10 @@ class Paired:
         largest = max(part.largest * scale for part, scale in zip(parts, scales, strict=True))
         return [Sample(values, largest, all(part.bounded for part in parts))]
 
-    @property
-    def passages(self) -> int | None:
-        """How many texts the documents share; None where they stand alone."""
-        parts = self.parts.values()
-        if all(part.passages is None for part in parts):
-            return None
-        return sum(len(part.documents if part.passages is None else set(part.passages)) for part in parts)
-
-    def scores(self, without: Mapping[str, Collection[int]] | None = None) -> np.ndarray | None:
-        """The scores of base and tuned without some documents of each task; None where none is left."""
-        total, sums = 0.0, np.zeros(2)
-        for weight, (task, part) in zip(self.weights, self.parts.items(), strict=True):
-            left_out = (without or {}).get(task, ())
-            kept = np.array([document not in left_out for document in part.documents])
-            left = weight * float(part.weights[kept].sum() / part.weights.sum())
-            if left:
-                total, sums = total + left, sums + left * part.scores(kept)
-        return sums / total if total else None
+    def scores(self) -> np.ndarray:
+        """The scores of base and tuned."""
+        scores: np.ndarray = np.array(self.weights) @ np.array([part.scores() for part in self.parts.values()])
+        return scores
 
 
 _READINGS = (
@@ -143,9 +127,9 @@ def _sum_and_weight(values: list[Any], counted: bool) -> tuple[float, float]:
     return sum(flat), len(flat)
 
 
-def _equal(found: np.ndarray | None, expected: list[float | None]) -> bool:
+def _equal(found: np.ndarray, expected: list[float | None]) -> bool:
     """Whether the scores are those that lm_eval reports."""
-    if found is None or None in expected:
+    if None in expected:
         return False
     return bool(np.isclose(found, np.array(expected, float), rtol=1e-9, atol=1e-9).all())
 

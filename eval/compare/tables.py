@@ -6,20 +6,14 @@ from typing import Any
 
 from eval.compare.results import Results, metric_keys, number
 
-MOST_ROWS = 12
-"""Of metrics that do not decide; where there are more, none is shown."""
-
 
 def format_score(value: float, sign: str = "") -> str:
     """A score or a difference in about seven characters.
 
     >>> format_score(0.5), format_score(0.125, "+"), format_score(123456.789), format_score(-24691.357, "+"), format_score(5e19)
-    ('0.5000', '+0.1250', '123457', '-24691.4', '5.00e+19')
+    ('0.5000', '+0.1250', '123457', '-24691.4', '5e+19')
     """
-    for limit, form in ((100, ".4f"), (1e4, ".2f"), (1e5, ".1f"), (1e7, ".0f")):
-        if abs(value) < limit:
-            return format(value, sign + form)
-    return format(value, sign + ".2e")
+    return format(value, sign + (".4f" if abs(value) < 100 else ".6g"))
 
 
 def metric_name(metric: object, filter_name: object, higher_is_better: bool | None) -> str:
@@ -28,18 +22,15 @@ def metric_name(metric: object, filter_name: object, higher_is_better: bool | No
     return f"{name} (lower is better)" if higher_is_better is False else name
 
 
-def _end(value: float) -> str:
-    """An end of an interval; one that is not 0 must not look like 0, which would contradict the verdict."""
-    return format_score(value, "+") if abs(value) >= 0.00005 or value == 0 else f"{value:+.0e}"
-
-
 def _numbers(row: dict[str, Any]) -> str:
     """Both scores, the difference with its interval, and the verdict.
 
-    >>> _numbers({"base": 0.5, "tuned": 0.6, "difference": 0.1, "interval_95": [0.00004, 0.2], "verdict": "IMPROVED"})
-    '    0.5000 -> 0.6000  +0.1000 [+4e-05, +0.2000]  IMPROVED'
+    >>> _numbers({"base": 0.5, "tuned": 0.6, "difference": 0.1, "interval_95": [0.02, 0.18], "verdict": "IMPROVED"})
+    '    0.5000 -> 0.6000  +0.1000 [+0.0200, +0.1800]  IMPROVED'
     """
-    interval = "" if row["interval_95"] is None else f" [{', '.join(map(_end, row['interval_95']))}]"
+    interval = ""
+    if row["interval_95"] is not None:
+        interval = " [{}, {}]".format(*(format_score(end, "+") for end in row["interval_95"]))
     scores = f"{format_score(row['base'])} -> {format_score(row['tuned'])}"
     return f"    {scores}  {format_score(row['difference'], '+')}{interval}  {row['verdict'] or ''}".rstrip()
 
@@ -47,13 +38,11 @@ def _numbers(row: dict[str, Any]) -> str:
 def comparison_lines(comparison: dict[str, Any]) -> list[str]:
     """The comparison for a terminal: metrics, then flips, contamination and gate."""
     rows, overall, complete = comparison["metrics"], comparison["overall"], comparison["complete"]
-    few = sum(not row["decides"] for row in rows) <= MOST_ROWS
-    shown = [row for row in rows if few or row["decides"]]
+    shown = [row for row in rows if row["decides"]]
     lines = ["Base -> tuned, difference [95% confidence interval]" + ("" if complete else " (incomplete)")]
     for row in shown:
-        mark = "" if row["decides"] else " (does not decide)"
         name = metric_name(row["metric"], row["filter"], row["higher_is_better"])
-        lines += [f"{row['task']}: {name}{mark}", _numbers(row)]
+        lines += [f"{row['task']}: {name}", _numbers(row)]
     if overall is not None:
         lines += [f"mean of {len(overall['tasks'])} tasks", _numbers(overall)]
     lines.append(comparison["note"])
@@ -75,17 +64,12 @@ def _contamination_lines(contamination: dict[str, Any] | None) -> list[str]:
         return []
     if contamination.get("reason"):
         return [f"Not searched for contamination: {contamination['reason']}"]
-    tasks, shared = contamination["tasks"], f"a {contamination['ngram']}-gram with the training data"
     lines = []
-    for task, counts in tasks.items():
-        if counts["found"]:
-            line = f"{task}: {counts['found']} of {counts['documents']} documents share {shared}"
-            if counts.get("difference_without") is not None:
-                line += f"; without them {counts['base_without']:.3f} -> {counts['tuned_without']:.3f}"
-            lines.append(f"{line}.")
-    lines = lines or [f"No document of the tasks shares {shared}."]
-    short, documents = (sum(counts[key] for counts in tasks.values()) for key in ("too_short", "documents"))
-    return [*lines, *([f"{short} of {documents} documents are too short to search for."] if short else [])]
+    for task, counts in contamination["tasks"].items():
+        found = f"{counts['found']} of {counts['documents']} documents share a {contamination['ngram']}-gram"
+        short = f" ({counts['too_short']} are too short to search for)" if counts["too_short"] else ""
+        lines.append(f"{task}: {found} with the training data{short}.")
+    return lines
 
 
 def score_lines(results: Results) -> list[str]:

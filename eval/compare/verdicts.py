@@ -140,6 +140,4 @@ def _remark(row: Row) -> str | None:
         return f"{task}: {metric} is not a sum over documents, and lm_eval gives no standard error for it."
     if row["higher_is_better"] is None:
         return f"{task}: the task does not say whether a higher {metric} is better (`higher_is_better:`)."
-    if row["passages"] is not None and row["passages"] < 0.9 * row["documents"]:  # a few copies do not matter
-        return f"{task}: {row['documents']} documents share {row['passages']} texts. Each text counts once."
     return None

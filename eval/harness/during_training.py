@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from eval.compare.results import finite
 from eval.harness.measure import Scores, ask_lm_eval, scores
 from eval.models.live_model import LeftOff, Live, language_model, undisturbed
 from eval.tasks.load import LoadedTasks, load_tasks
@@ -128,14 +128,10 @@ class During(TrainerCallback):  # type: ignore[misc]
     def _record(self, step: int, seconds: float, found: Scores, failed: dict[str, str]) -> None:
         from tqdm import tqdm
 
-        results = {  # JSON has no infinity
-            task: {metric: value if isfinite(value) else None for metric, value in values.items()}
-            for task, values in found.items()
-        }
-        line = {"step": step, "seconds": seconds, "results": results} | ({"failed": failed} if failed else {})
+        line = {"step": step, "seconds": seconds, "results": finite(found)} | ({"failed": failed} if failed else {})
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in flat(found, between=" ").items())
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in flat(found).items())
         if shown:
             tqdm.write(f"step {step}: {shown} ({seconds:.0f} s)")  # above the bar, where there is one
         for name, reason in failed.items():
@@ -180,14 +176,14 @@ class During(TrainerCallback):  # type: ignore[misc]
             return {}, summary(error)
 
 
-def flat(found: Scores, prefix: str = "", between: str = "/") -> dict[str, float]:
+def flat(found: Scores, prefix: str = "") -> dict[str, float]:
     """Scores under one name each, for a tracker; lm_eval's filter `none` is left out.
 
     >>> flat({"arc": {"acc,none": 0.25, "acc,strict": 0.5}}, prefix="eval_")
     {'eval_arc/acc': 0.25, 'eval_arc/acc,strict': 0.5}
     """
     return {
-        f"{prefix}{task}{between}{metric.removesuffix(',none')}": value
+        f"{prefix}{task}/{metric.removesuffix(',none')}": value
         for task, values in found.items()
         for metric, value in values.items()
     }

@@ -93,7 +93,7 @@ def _load_tasks(evaluation: Evaluation, selection: TaskSelection, settings: Sett
 
 def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
     if evaluation.backend == "server":
-        return Placement(0, "the server decides")
+        return Placement(0)
     placement = place_model(
         evaluation.parallelize, evaluation.processes, reference.config, settings.dtype, trust_remote_code
     )
@@ -164,15 +164,6 @@ def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, referenc
     return not_measured
 
 
-def name_of(folder: Path) -> str:
-    """The folder of a model's results; each run has a `final`, so the run's name goes before it."""
-    folder = folder.resolve()
-    for run in folder.parents[:2]:  # final/, checkpoints/checkpoint-N/
-        if (run / "run.json").is_file():
-            return f"{run.parent.name}-{run.name}-{folder.name}"
-    return folder.name
-
-
 def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/; returns the tasks that were not measured, and why."""
     outputs = Path("outputs")
@@ -182,7 +173,7 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
 
         model = str(make_demo(outputs).model)
     folder = Path(model).expanduser()
-    target = Target(name_of(folder), str(folder)) if folder.is_dir() else Target(model, model)
+    target = Target(folder.resolve().name, str(folder)) if folder.is_dir() else Target(model, model)
     reference = load_reference(target.model, None, False)
     tokenizer = reference.tokenizer
     check_vocabulary(reference, reference.config, target.model)

@@ -66,15 +66,22 @@ def prompt_base(settings: Settings, reference: Reference, template: str | dict[s
         has = "has no chat template" if template is None else "has another chat template"
         note = f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
         return Prompting(settings, reference.tokenizer, note)
-    caveat = "(eval.base_template: own). The comparison is of the two with these prompts, not of the weights alone."
-    if template is None:
-        note = "The base model has no chat template and was asked with the tasks' plain prompts, the tuned model through its chat template"
-        plain = replace(settings, apply_chat_template=False, chat_template_sha256=None, fewshot_as_multiturn=False)
-        plain = replace(plain, enable_thinking=None, add_bos_token=None)
-        return Prompting(plain, reference.tokenizer, f"{note} {caveat}")
-    note = "The base model was asked through its own chat template, the tuned model through another"
+    chat, how = (
+        template is not None,
+        "through its own chat template" if template is not None else "with the tasks' plain prompts",
+    )
+    note = (
+        f"The base model was asked {how}, the tuned model through its chat template (eval.base_template: own). The comparison is of the "
+        "two with these prompts, not of the weights alone."
+    )
     tokenizer = copy.deepcopy(reference.tokenizer)
     tokenizer.chat_template = template
-    reasons = False if "enable_thinking" in str(template) else None
-    own_settings = replace(settings, chat_template_sha256=sha256, enable_thinking=reasons)
-    return Prompting(own_settings, tokenizer, f"{note} {caveat}")
+    own_settings = replace(
+        settings,
+        apply_chat_template=chat,
+        chat_template_sha256=sha256,
+        fewshot_as_multiturn=chat,
+        enable_thinking=False if "enable_thinking" in str(template) else None,
+        add_bos_token=False if chat else None,
+    )
+    return Prompting(own_settings, tokenizer, note)

@@ -208,8 +208,7 @@ class Helper:
 
     def _lost(self) -> LostRank:
         self.process.join(5)
-        status = self.process.exitcode
-        ended = f"was ended by {signal.Signals(-status).name}" if status is not None and status < 0 else "has ended"
+        ended = f"has ended with exit status {self.process.exitcode}"
         return LostRank(f"Process {self.number} of the evaluation {ended}. The same command starts it again.")
 
 

@@ -20,12 +20,10 @@ Processes = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the layers go, and why."""
+    """Where the layers go."""
 
     devices: int
     """GPUs that hold one model; 0 for the CPU."""
-
-    reason: str
 
     processes: int = 1
     """How many share the documents, each with a full model."""
@@ -37,8 +35,7 @@ class Placement:
 
     def __str__(self) -> str:
         where = {0: "the CPU", 1: "one GPU"}.get(self.devices, f"layers over {self.devices} GPUs")
-        shared = f"{self.processes} processes, each with the full model on " if self.processes > 1 else ""
-        return f"{shared}{where} ({self.reason})"
+        return f"{self.processes} processes, each with the full model on {where}" if self.processes > 1 else where
 
 
 def choose_placement(
@@ -56,37 +53,19 @@ def choose_placement(
         EvaluationError: The weights do not fit, or the keys ask for more GPUs than there are.
     """
     wanted = 1 if processes == "auto" else processes
-    if parallelize is True and len(free) < 2:
-        raise EvaluationError(
-            f"eval.parallelize=true spreads layers over GPUs, and {len(free)} are visible. Leave it out."
-        )
-    if not free:
-        return Placement(0, "there is no GPU", wanted)
-    size = f"{_gib(weights)} of weights"
+    if not free and parallelize is not True:
+        return Placement(0, wanted)
     # Processes take GPUs from the first on, so that the first one without room ends the count.
     with_room = next((number for number, count in enumerate(free) if weights > (1 - ROOM) * count), len(free))
-    if parallelize is not True and with_room:
-        if wanted > with_room:
-            raise EvaluationError(
-                f"eval.processes={wanted}, each on its own GPU, and {with_room} of {len(free)} visible GPUs have room for {size}. Set "
-                f"eval.processes={with_room}, or end what else uses the GPUs."
-            )
-        fits = f"{size} fit into {1 - ROOM:.0%} of the {_gib(free[0])} that are free"
-        return Placement(1, fits, with_room if processes == "auto" else wanted)
-    allowed = free[:1] if parallelize is False else free
-    if weights > (1 - ROOM) * sum(allowed):
-        remedy = "Leave eval.parallelize=false out to spread the layers over all visible GPUs."
-        if parallelize is not False:
-            remedy = "Make more GPUs visible, end what else uses them, or set eval.dtype=bfloat16."
+    if parallelize is not True and with_room >= wanted:
+        return Placement(1, with_room if processes == "auto" else wanted)
+    if len(free) < 2 or wanted > 1 or parallelize is False or weights > (1 - ROOM) * sum(free):
         raise EvaluationError(
-            f"{size} do not fit on {len(allowed)} GPU{'s' if len(allowed) > 1 else ''}: {_gib(sum(allowed))} are free, and {ROOM:.0%} of "
-            f"that stays for activations. {remedy}"
+            f"eval.parallelize={parallelize}, eval.processes={processes}: {_gib(weights)} of weights do not fit. Free on the visible GPUs: "
+            f"{', '.join(map(_gib, free)) or 'there is none'}; {ROOM:.0%} stays for activations. Leave both keys out, make more GPUs "
+            "visible, or end what else uses them."
         )
-    if wanted > 1:
-        raise EvaluationError(
-            f"eval.processes={wanted}, and one process spreads {size} over {len(free)} GPUs. Leave eval.processes out."
-        )
-    return Placement(len(free), "eval.parallelize=true" if parallelize is True else f"{size} do not fit on one GPU")
+    return Placement(len(free))
 
 
 def _gib(count: float) -> str:

@@ -43,21 +43,12 @@ class Served:
     """Seconds."""
 
     api_key_env: str | None
-    owner: str | None
-    """`owned_by` of the model: vLLM and SGLang name themselves there."""
-
-    root: str | None = None
-    """What the model was loaded from, where the server says so."""
-
-    max_model_len: int | None = None
     dialect: Literal["vllm", "openai"] = "openai"
     """`vllm`: it follows stop_token_ids, repetition_penalty and others that OpenAI's own API does not have."""
 
+    max_model_len: int | None = None
     no_likelihoods: str | None = None
     """Why it cannot score given answers; None: it can."""
-
-    tokens_compared: bool = False
-    """Whether it reported how many tokens it makes of a text."""
 
     @property
     def place(self) -> str:
@@ -97,18 +88,16 @@ def send(
         answer = requests.request(
             method, url, json=payload, headers=headers, timeout=wait, auth=lambda request: request
         )
-    except requests.Timeout:
-        raise EvaluationError(
-            f"{url} has not answered within {seconds} s. Is the server still loading its model? Wait until it serves, or raise "
-            "eval.server.timeout."
-        ) from None
     except requests.RequestException as error:
         raise EvaluationError(
-            f"No server can be reached at {url} ({_innermost(error)}). Start it, or set eval.server.base_url to its address."
+            f"No server answers at {url} within {seconds} s ({type(error).__name__}). Start it and wait until it serves, set "
+            "eval.server.base_url to its address, or raise eval.server.timeout."
         ) from None
     if not answer.ok:
-        remedy = _remedy(answer.status_code, base_url, api_key_env)
-        raise EvaluationError(f"{url} answers {answer.status_code}: {shortened(answer.text)!r}.{remedy}")
+        raise EvaluationError(
+            f"{url} answers {answer.status_code}: {shortened(answer.text)!r}. Check eval.server.base_url, which ends in /v1, the key "
+            "that eval.server.api_key_env names, and eval.server.api: a server that takes no token ids needs chat."
+        )
     try:
         value = answer.json()
     except ValueError:
@@ -118,25 +107,6 @@ def send(
             f"{url} does not answer as an OpenAI-compatible server: {shortened(answer.text)!r} is no JSON object."
         )
     return value
-
-
-def _remedy(status: int, base_url: str, api_key_env: str | None) -> str:
-    if status in (401, 403):
-        if api_key_env is not None:
-            return f" It does not take the key in {api_key_env}."
-        return (
-            " The server wants a key: put it into an environment variable and name that one, server.api_key_env=MY_KEY."
-        )
-    if status == 404 and base_url.endswith("/v1"):
-        return " Is eval.server.base_url right?"
-    return f" Servers of this kind answer under /v1: set eval.server.base_url={base_url}/v1" if status == 404 else ""
-
-
-def _innermost(error: BaseException) -> str:
-    """The error at the bottom of a client's error in a few words, such as `Connection refused`."""
-    while (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return str(getattr(error, "strerror", None) or type(error).__name__)
 
 
 def shortened(text: str) -> str:
@@ -155,14 +125,11 @@ def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
         alone: Whether one model is measured, not a run's two.
     """
     key = "model" if alone else label
-    for other in ("base", "tuned", "base_url_of_base") if alone else ("model",):
-        if getattr(server, other) is not None:
-            what = (
-                "one model is measured: use server.model"
-                if alone
-                else "a run has two: use server.base and server.tuned"
-            )
-            raise EvaluationError(f"eval.server.{other} is given, and {what}.")
+    unused = ("base", "tuned", "base_url_of_base") if alone else ("model",)
+    if given := [other for other in unused if getattr(server, other) is not None]:
+        raise EvaluationError(
+            f"eval.server.{given[0]} is given. A single model is named by server.model, a run's two by server.base and server.tuned."
+        )
     assert server.base_url is not None, "check_backend refuses that"
     base_url = ((server.base_url_of_base if key == "base" else None) or server.base_url).rstrip("/")
     name = getattr(server, key) or model
@@ -186,8 +153,7 @@ def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
         num_concurrent=server.num_concurrent,
         timeout=server.timeout,
         api_key_env=server.api_key_env,
-        owner=entry.get("owned_by"),
-        root=entry.get("root"),
+        dialect="vllm" if entry.get("owned_by") in EXTENDED else "openai",
         max_model_len=length if isinstance(length, int) else None,
     )
 
@@ -231,30 +197,14 @@ def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase
             f"it with more (vLLM: --max-model-len {wanted}; llama.cpp: -c {wanted}), or set eval.max_length={served.max_model_len}."
         )
     plain = {"max_tokens": 2, "temperature": 0, "seed": settings.seed}
-    own, bare = (list(tokenizer.encode(WORDS, add_special_tokens=special)) for special in (True, False))
     if served.api == "chat":
         chat = [{"role": "user", "content": WORDS.strip()}]
         expected = tokenizer.encode(render_chat(tokenizer, settings, chat), add_special_tokens=False)
-        request = plain | served.prompt(chat, settings)
-        remedy = (
-            f"It has another tokenizer or chat template than {path}. Serve it with that template (vLLM: --chat-template), or use "
-            "eval.server.api=completions."
-        )
-        compared = _check_count(served, served.complete(request), {len(expected)}, "a chat of one message", remedy)
-        served = replace(served, no_likelihoods="chat requests give no log probabilities of a prompt")
-        return _find_dialect(replace(served, tokens_compared=compared), request)
-    request = plain | {"prompt": [bare]}
-    try:
-        answer = served.complete(request)
-    except EvaluationError as error:
-        raise EvaluationError(
-            f"{error} (eval.server.api=completions sends token ids; eval.server.api=chat sends messages.)"
-        ) from None
-    _check_count(served, answer, {len(bare)}, f"{len(bare)} token ids", "It does not take token ids as they are.")
-    answer = served.complete(plain | {"prompt": WORDS})
-    remedy = f"It has another tokenizer than {path}: is it the right model?"
-    compared = _check_count(served, answer, {len(own), len(bare)}, f"the text {WORDS.strip()!r}", remedy)
-    served = _find_dialect(replace(served, tokens_compared=compared), request)
+        _check_count(served, plain | served.prompt(chat, settings), {len(expected)}, path)
+        return replace(served, no_likelihoods="chat requests give no log probabilities of a prompt")
+    own, bare = (list(tokenizer.encode(WORDS, add_special_tokens=special)) for special in (True, False))
+    _check_count(served, plain | {"prompt": [bare]}, {len(bare)}, path)
+    _check_count(served, plain | {"prompt": WORDS}, {len(own), len(bare)}, path)
     try:
         score_answer(served, bare, slice(1, len(bare)), settings.seed)
     except EvaluationError as error:
@@ -262,34 +212,17 @@ def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase
     return served
 
 
-def _check_count(served: Served, answer: dict[str, Any], expected: set[int], what: str, remedy: str) -> bool:
-    """Whether the server has reported its count of the prompt's tokens, which must be one of those expected."""
+def _check_count(served: Served, request: dict[str, Any], expected: set[int], path: str) -> None:
+    """Refuse a server that reads another number of tokens in a prompt, where it reports the number."""
+    answer = served.complete(request)
     choice_of(answer, served.place)
     usage = answer.get("usage")
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    known = isinstance(count, int) and count > 0
-    if known and count not in expected:
+    if count and count not in expected:
         raise EvaluationError(
-            f"{served.place} reads {count} tokens in {what}, and the tokenizer of the evaluation makes "
-            f"{' or '.join(map(str, sorted(expected)))} of it. {remedy}"
+            f"{served.place} reads {count} tokens in a prompt of which the tokenizer of {path} makes {min(expected)}. It has another "
+            "tokenizer or chat template (vLLM: --chat-template), or does not take token ids as they are."
         )
-    return known
-
-
-def _find_dialect(served: Served, request: dict[str, Any]) -> Served:
-    """Find out whether the server takes vLLM's keys, by ending an answer at its own first token."""
-
-    def generated(**more: Any) -> list[int]:
-        try:
-            answer = served.complete(request | {"return_token_ids": True, "ignore_eos": True, **more})
-            ids = choice_of(answer, served.place).get("token_ids")
-        except EvaluationError:  # OpenAI's own server refuses unknown keys; it has answered the plain request
-            return []
-        return ids if isinstance(ids, list) else []
-
-    first = generated()
-    follows = len(generated(stop_token_ids=first[:1])) <= 1 < len(first) if first else served.owner in EXTENDED
-    return replace(served, dialect="vllm") if follows else served
 
 
 def choice_of(answer: dict[str, Any], place: str) -> dict[str, Any]:

@@ -143,8 +143,9 @@ class ServedModel(TemplateLM):  # type: ignore[misc]  # lm_eval ships no types
             text = ""  # all of it was reasoning, or nothing
         if not isinstance(text, str):
             raise EvaluationError(f"{self.served.place} answers without a text: {shortened(str(choice))!r}")
-        # JSON can carry half a surrogate pair, a file in UTF-8 cannot.
-        text = cut(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"), self.stop_texts)
+        text = cut(
+            text.encode(errors="replace").decode(), self.stop_texts
+        )  # a file in UTF-8 takes no half surrogate pair
         return text.removeprefix(" ") if self.strips_space else text
 
     def _all(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eval.models.served import Served
 from eval.tasks.reference import Reference, check_vocabulary, load_config
-from sft.errors import EvaluationError, did_you_mean
+from sft.errors import EvaluationError
 from sft.hub.remote_code import code_hash
 from sft.program import shown_command
 from sft.run.directory import Run
@@ -42,12 +42,8 @@ def check_folder(named: str) -> None:
         raise EvaluationError(
             f"{named} is a recipe, and a recipe is trained by `{shown_command('sft', named)}`. Name its run: outputs/<run>/latest."
         )
-    local = named.startswith((".", "~", "outputs/")) or path.is_absolute() or len(path.parts) > 2
-    # A folder named like a hub's organization may well be here, but one with runs in it is no organization.
-    if local or path.is_file() or (len(path.parts) == 2 and (path.parent / "latest").is_symlink()):
-        beside = [folder.name for folder in sorted(path.parent.glob("*/"))] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, beside, ".")
-        raise EvaluationError(f"There is no folder {path}{hint} Name a run's folder, a model's, or an id on the hub.")
+    if named.startswith((".", "~", "outputs/")) or path.is_absolute() or len(path.parts) > 2:
+        raise EvaluationError(f"There is no folder {path}. Name a run's folder, a model's, or an id on the hub.")
 
 
 def check_trained(run: Run, instead: str = "Finish its training first.") -> None:

@@ -1,12 +1,9 @@
-"""Makes the blocks that a page consists of. Tables and lists have a cap, and say how many more there are."""
+"""Makes the blocks that a page consists of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-
-MOST_ROWS, MOST_LINES = 300, 20
-"""Rows of a table, lines of a notice."""
 
 
 class Block(NamedTuple):
@@ -34,20 +31,14 @@ def text(*pieces: object) -> Block:
 
 def facts(values: Mapping[str, Any], fold: str = "") -> Block:
     """A table of names and values."""
-    return Block("facts", _capped(list(values.items())), fold)
+    return Block("facts", list(values.items()), fold)
 
 
 def table(head: list[Any], rows: list[list[Any]], numbers: Iterable[int] = (), fold: str = "") -> Block:
     """A table of texts, Codes or lists of both; `numbers` are the columns that are aligned to the right."""
-    return Block("table", {"head": head, "numbers": list(numbers)} | _capped(rows), fold)
-
-
-def _capped(rows: list[Any]) -> dict[str, Any]:
-    return {"rows": rows[:MOST_ROWS], "more": max(len(rows) - MOST_ROWS, 0)}
+    return Block("table", {"head": head, "rows": rows, "numbers": list(numbers)}, fold)
 
 
 def notice(kind: str, title: str, lines: list[Any]) -> Block:
     """A box: good, bad, warning or plain."""
-    more = len(lines) - MOST_LINES
-    shown = [*lines[:MOST_LINES], f"and {more:,} more"] if more > 0 else lines
-    return Block("notice", {"kind": kind, "title": title, "lines": shown})
+    return Block("notice", {"kind": kind, "title": title, "lines": lines})

@@ -1,14 +1,14 @@
-"""Draws curves with matplotlib: SVG for the page, which colors it by its style sheet, and loss.png.
+"""Draws curves with matplotlib: SVG for the page, and loss.png.
 
 matplotlib merges points that would be drawn on top of each other and keeps their extremes: a spike of one step in 100,000 stays as high
-as it was. A value that is not finite breaks the curve and is marked.
+as it was. A value that is not finite breaks the curve.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,38 +27,29 @@ SMOOTH_FROM = 60
 _FAR = 4.0
 """A value further than this many times the range of the 1st to 99th percentile outside of it is left out of the axis."""
 
-_COLORS = {
-    name: f"#0000{place:02x}" for place, name in enumerate((*(f"c{n}" for n in range(10)), "soft", "rule", "bad"), 1)
-}
-"""Colors that matplotlib draws with; each becomes a CSS variable, so that the page has a dark mode."""
+_GREY = "#808890"
+"""Of axes and their labels: legible on a light and on a dark page."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values over x, ascending; NaN and infinities are marked, not drawn."""
+    """Values over x, ascending; those that are not finite are not drawn."""
 
     name: str
     x: np.ndarray
     y: np.ndarray
-    color: str = "c0"
-    """c0 to c9."""
+    color: int = 0
+    """0 to 9, of matplotlib's cycle."""
 
     faint: bool = False
     """Whether these are the points behind a running mean."""
 
 
-def series_of(
-    points: Sequence[Mapping[str, Any]], key: str, name: str, color: str = "c0", over: str = "step"
-) -> Series:
-    """One key of metrics.jsonl over another; a loss or gradient norm of null was not finite."""
-    drawn: list[tuple[float, float]] = []
-    for point in points:
-        value, place = point.get(key), point.get(over)
-        known = is_number(value) or (key in point and key in ("loss", "grad_norm", "held_out_loss"))
-        if known and is_number(place) and (not drawn or place > drawn[-1][0]):
-            drawn.append((float(place), float(value) if is_number(value) else float("nan")))
-    x, y = np.array(drawn, float).reshape(-1, 2).T
-    return Series(name, x, y, color)
+def series_of(points: Sequence[Mapping[str, Any]], key: str, name: str, color: int = 0, over: str = "step") -> Series:
+    """One key of metrics.jsonl over another; a null, as of a loss that was not finite, breaks the curve."""
+    known = [point for point in points if key in point and is_number(point.get(over))]
+    x = np.array([point[over] for point in known], float)
+    return Series(name, x, np.array([point[key] if is_number(point[key]) else np.nan for point in known]), color)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -68,12 +59,10 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     [1.0, 2.0, 3.0, 5.0]
     """
     known = np.isfinite(values)
-    sums, counts = np.cumsum(np.where(known, values, 0.0)), np.cumsum(known).astype(float)
-    for total in (sums, counts):
-        total[window:] -= total[:-window].copy()
-    means = np.full(len(values), np.nan)
-    np.divide(sums, counts, out=means, where=counts > 0)
-    return means
+    sums, counts = (np.append(0.0, np.cumsum(part)) for part in (np.where(known, values, 0.0), known))
+    first = np.maximum(np.arange(len(values)) + 1 - window, 0)
+    number = counts[1:] - counts[first]
+    return np.where(number > 0, (sums[1:] - sums[first]) / np.maximum(number, 1), np.nan)
 
 
 def with_mean(series: Series) -> list[Series]:
@@ -81,127 +70,81 @@ def with_mean(series: Series) -> list[Series]:
     if len(series.x) < SMOOTH_FROM:
         return [series]
     window = len(series.x) // 20
-    mean = Series(f"mean of the last {window:,}", series.x, running_mean(series.y, window), series.color)
-    return [Series(series.name, series.x, series.y, series.color, faint=True), mean]
+    mean = replace(series, name=f"mean of the last {window:,}", y=running_mean(series.y, window))
+    return [replace(series, faint=True), mean]
 
 
-def y_range(values: np.ndarray, from_zero: bool) -> tuple[float, float]:
-    """The range of the y axis: of all finite values but those far outside the usual ones."""
+def y_range(values: np.ndarray) -> tuple[float, float] | None:
+    """The range of the y axis where few values lie far outside the usual ones; None: all of them."""
     if not len(values):
-        return 0.0, 1.0
-    low, high = np.quantile(values, [0.01, 0.99], method="closest_observation")
-    room = _FAR * (high - low) or abs(high)
+        return None
+    low, high = np.quantile(values, [0.01, 0.99])
+    room = _FAR * (high - low)
     inside = values[(values >= low - room) & (values <= high + room)]
-    low, high = float(inside.min()), float(inside.max())
+    if not room or len(inside) == len(values):
+        return None
+    margin = 0.05 * (inside.max() - inside.min())
+    return float(inside.min() - margin), float(inside.max() + margin)
+
+
+def _draw(axes: Axes, curves: Sequence[Series], from_zero: bool = False) -> None:
+    """Draw curves with their legend, where there is more than one."""
+    for one in curves:
+        y = np.where(np.isfinite(one.y), one.y, np.nan)
+        dots, alpha, width = "o" if len(one.x) < SMOOTH_FROM else "", 0.3 if one.faint else 1.0, 1 if one.faint else 1.6
+        axes.plot(one.x, y, f"C{one.color}{dots}-", alpha=alpha, linewidth=width, markersize=3, label=one.name)
+    finite = np.concatenate([one.y[np.isfinite(one.y)] for one in curves] or [np.empty(0)])
     if from_zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    # Noise in the fourth digit must not look like a curve.
-    missing = max((0.005 * max(abs(low), abs(high)) or 1.0) - (high - low), 0.0)
-    low, high = low - missing / 2, high + missing / 2
-    margin = 0.05 * (high - low)
-    return (low if from_zero and low == 0 else low - margin), high + margin
+        axes.set_ylim(bottom=0)
+    elif (limits := y_range(finite)) is not None:
+        axes.set_ylim(limits)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color=_GREY, alpha=0.25)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, colors=_GREY)
+    axes.ticklabel_format(useOffset=False, scilimits=(-3, 5))
+    axes.locator_params(nbins=5)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.offsetText.set_color(_GREY)
+    if len(curves) > 1:
+        axes.legend(frameon=False, labelcolor=_GREY, fontsize="small")
 
 
 def chart(
     title: str,
     unit: str,
-    series: Sequence[Series],
+    curves: Sequence[Series],
     *,
     x_label: str = "optimizer step",
     from_zero: bool = False,
-    verticals: Sequence[float] = (),
-    wide: bool = False,
 ) -> dict[str, Any]:
-    """A chart for the page: its SVG, legend and description.
+    """A chart for the page, with its SVG.
 
     Args:
         title: What is shown.
         unit: Of the values; empty for none.
-        series: At least one.
+        curves: At least one.
         x_label: What x counts.
-        from_zero: Whether the y axis includes 0.
-        verticals: x of dashed lines.
-        wide: Twice as wide; the page needs a narrow one beside it for phones.
+        from_zero: Whether the y axis begins at 0.
     """
-    drawn = [one for one in series if len(one.x)]
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {unit} {wide}", "font.size": 10.5}
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {unit}", "font.size": 9}
     with style.context("default"), rc_context(settings | {"path.simplify_threshold": 0.5}):
-        width, height = (732, 240) if wide else (356, 190)
-        figure = Figure(figsize=(width / 72, height / 72))
-        axes = figure.add_axes((46 / width, 22 / height, 1 - 62 / width, 1 - 36 / height))
-        finite = [one.y[np.isfinite(one.y)] for one in drawn]
-        axes.set_ylim(*y_range(np.concatenate(finite or [np.empty(0)]), from_zero))
-        axes.set_xlim(0, max((one.x[-1] for one in drawn), default=1.0) * 1.01 or 1.0)
-        for x in verticals:
-            axes.axvline(x, color=_COLORS["soft"], linewidth=1, linestyle=(0, (3, 3)))
-        notes = {note for one in drawn for note in _draw(axes, one)}
-        _simplify_axes(axes, integers=x_label.endswith("step"))
+        figure = Figure(figsize=(5, 2.8), layout="constrained")
+        axes = figure.subplots()
+        _draw(axes, [one for one in curves if len(one.x)], from_zero)
+        axes.set_xlabel(x_label, color=_GREY)
         file = StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
-    return {
-        "title": title,
-        "unit": unit,
-        "legend": drawn if len(drawn) > 1 else [],
-        "svg": _for_page(file.getvalue()),
-        "description": "; ".join(map(_described, drawn)) or "no values",
-        "notes": sorted(notes),
-        "x_label": x_label,
-        "wide": wide,
-    }
-
-
-def _draw(axes: Axes, series: Series) -> list[str]:
-    """Draw a curve, and return what its marks mean."""
-    color, finite = _COLORS[series.color], np.isfinite(series.y)
-    dashes = ("-", "--", ":", "-.", (0, (8, 2)))[int(series.color[1:]) % 5]  # for readers who cannot tell colors apart
-    axes.plot(
-        series.x,
-        np.where(finite, series.y, np.nan),
-        color=color,
-        alpha=0.35 if series.faint else 1.0,
-        linewidth=1.0 if series.faint else 1.6,
-        linestyle=dashes,
-        marker="o" if len(series.x) < SMOOTH_FROM else "",
-        markersize=3.5,
-    )
-    right = axes.get_xlim()[1]
-    x = np.unique(np.round(series.x[~finite] / right, 2)) * right
-    top = axes.get_xaxis_transform()
-    axes.plot(x, np.ones(len(x)), "x", color=_COLORS["bad"], markersize=5, transform=top, clip_on=False)
-    return ["\N{MULTIPLICATION SIGN} not a finite number"] if len(x) else []
-
-
-def _simplify_axes(axes: Axes, integers: bool) -> None:
-    axes.spines[:].set_visible(False)
-    axes.grid(axis="y", color=_COLORS["rule"], linewidth=1)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, pad=5, colors=_COLORS["soft"])
-    axes.ticklabel_format(useOffset=False, scilimits=(-3, 5))
-    axes.locator_params(axis="x", nbins=5, integer=integers)
-    axes.locator_params(axis="y", nbins=5)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.offsetText.set_color(_COLORS["soft"])
+    return {"title": title, "unit": unit, "svg": _for_page(file.getvalue())}
 
 
 def _for_page(svg: str) -> Markup:
-    """matplotlib's SVG inside HTML: without its own ids, sizes and styles, in the colors of the style sheet."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
+    """matplotlib's SVG inside HTML: without a size, metadata and style sheet of its own, and without ids that two charts share."""
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', svg, count=1)
-    svg = re.sub(r' id="[\w.]+_\d+"| transform="rotate\(-0[^"]*"', "", svg)
-    svg = re.sub(r"(\.\d)\d+", r"\1", svg)
-    svg = re.sub(r" font-family: [^;]*;", "", svg)
-    for name, color in _COLORS.items():
-        svg = svg.replace(color, f"var(--{name})")
-    return Markup(re.sub(r"\n\s*", "\n", svg))
-
-
-def _described(series: Series) -> str:
-    y = series.y[np.isfinite(series.y)]
-    if not len(y):
-        return f"{series.name}: no finite value"
-    return f"{series.name}: first {y[0]:.4g}, last {y[-1]:.4g}, from {y.min():.4g} to {y.max():.4g}"
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
+    return Markup(re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), svg))
 
 
 @style.context("default")
@@ -209,15 +152,9 @@ def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     """Draw the loss, and under it the learning rate, as a PNG; there is at least one line of metrics.jsonl."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    losses = [*with_mean(series_of(points, "loss", "loss")), series_of(points, "held_out_loss", "eval loss", "c2")]
-    for axes, curves in ((upper, losses), (lower, [series_of(points, "learning_rate", "learning rate", "c1")])):
-        for one in curves:
-            dots, alpha = "o" if len(one.x) < SMOOTH_FROM else "", 0.3 if one.faint else 1.0
-            axes.plot(one.x, one.y, color=one.color.upper(), alpha=alpha, marker=dots, markersize=3, label=one.name)
-        axes.set(ylabel=curves[0].name, xlim=(0, None))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    upper.legend(frameon=False, loc="upper right")
+    _draw(upper, [*with_mean(series_of(points, "loss", "loss")), series_of(points, "held_out_loss", "eval loss", 2)])
+    _draw(lower, [series_of(points, "learning_rate", "learning rate", 1)], from_zero=True)
     upper.set_title(title, loc="left", parse_math=False)
-    lower.set_xlabel("optimizer step")
+    upper.set_ylabel("loss")
+    lower.set(xlabel="optimizer step", ylabel="learning rate")
     figure.savefig(path, format="png", dpi=120)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from eval.report.blocks import Block, Section, facts, notice, table, text
 from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks, verdict_notices
-from eval.report.formats import Code, Link, code, counted, duration, number, words
+from eval.report.formats import Code, Link, code, counted, number, words
 from eval.report.run_files import RunFiles, data_names, method, model_name, value_at
 from eval.report.training import during_blocks, training_blocks
 from sft.data.ledger import MEANT
@@ -100,8 +100,6 @@ def _attention(files: RunFiles) -> list[Block]:
     balance, balanced = _balance(files)
     if not balanced:
         lines.append(balance)
-    if damaged := [name for one in files.at("sessions") or [] for name in one.get("passed_over") or []]:
-        lines.append(f"Damaged checkpoints that were skipped: {', '.join(damaged)}.")
     return [notice("warning", "Worth knowing", lines)] if lines else []
 
 
@@ -109,12 +107,8 @@ def _why_not_evaluated(files: RunFiles) -> str:
     """Why there is no comparison, and the command for it."""
     if files.recipe is not None and not files.recipe.eval.tasks and files.recipe.eval.suite is None:
         return "The recipe asks for no evaluation: eval.tasks is empty."
-    script, reason = "sft", "There is no tuned model yet. To resume the training:"
-    if (files.run.final / "config.json").is_file():
-        done = [name for name in ("base", "tuned") if (files.run.path / "eval" / name / "results.json").is_file()]
-        measured = f"Measured so far: {' and '.join(done)}." if done else "Nothing has been measured."
-        script, reason = "eval", f"{measured} To measure what is missing:"
-    return f"There is no comparison of base and tuned. {reason} {shown_command(script, str(files.run.path))}"
+    script = "eval" if (files.run.final / "config.json").is_file() else "sft"
+    return f"There is no comparison of base and tuned. For it: {shown_command(script, str(files.run.path))}"
 
 
 def _trained(files: RunFiles) -> list[Block]:
@@ -141,18 +135,13 @@ FATES = {name: name.replace("_", " ") for name in ("in", "trained", "masked", "t
 """What became of tokens, as ledger.json counts them."""
 
 
-def _fates(tokens: dict[str, int]) -> list[str]:
-    return [fate for fate in FATES if fate != "held_out" or tokens.get("held_out")]
-
-
 def _balance(files: RunFiles) -> tuple[str, bool]:
     """The token ledger's sum as a sentence, and whether it accounts for every token; a missing total breaks no promise."""
     tokens = files.tokens()
     if not FATES.keys() - {"held_out"} <= tokens.keys():
         return "The ledger has no complete total.", True
-    fates = _fates(tokens)[1:]
-    total = sum(tokens[fate] for fate in fates)
-    sentence = f"{tokens['in']:,} tokens in; {' + '.join(FATES[fate] for fate in fates)} = {total:,}."
+    total = sum(tokens.get(fate, 0) for fate in FATES if fate != "in")
+    sentence = f"{tokens['in']:,} tokens in; trained + masked + truncated + held out + dropped = {total:,}."
     balanced = bool(tokens["in"] == total)
     return sentence if balanced else f"The ledger does not add up: {sentence}", balanced
 
@@ -165,15 +154,13 @@ def _data(files: RunFiles) -> list[Block]:
     accounts = [(code(one["source"]), one) for one in ledger["sources"]]
     if len(accounts) > 1:
         accounts.append(("all", ledger["total"]))
-    fates = _fates(files.tokens())
-    held_out = ["held_out"] if ledger["total"]["rows"].get("held_out") else []
     rows = []
     for name, one in accounts:
-        counts = [number(one["rows"].get(key)) for key in ("in", "used", *held_out)]
+        counts = [number(one["rows"].get(key, 0)) for key in ("in", "used", "held_out")]
         dropped = ", ".join(f"{count:,} ({reason})" for reason, count in one["rows"]["dropped"].items()) or "0"
         rows.append([name, *counts, number(one.get("share"), ".1%"), dropped])
-    tokens = [[name, *(number(one["tokens"].get(fate)) for fate in fates)] for name, one in accounts]
-    head = ["Source", "Rows", "Used", *["Held out" for _ in held_out], "Of all tokens", "Dropped"]
+    tokens = [[name, *(number(one["tokens"].get(fate, 0)) for fate in FATES)] for name, one in accounts]
+    head = ["Source", "Rows", "Used", "Held out", "Of all tokens", "Dropped"]
     packing = ledger.get("packing")
     packed = "Not packed: one document per sequence."
     if packing:
@@ -184,7 +171,7 @@ def _data(files: RunFiles) -> list[Block]:
     ]
     return [
         table(head, rows, range(1, len(head) - 1)),
-        table(["Source", *(f"Tokens {FATES[fate]}" for fate in fates)], tokens, range(1, 1 + len(fates))),
+        table(["Source", *(f"Tokens {name}" for name in FATES.values())], tokens, range(1, 1 + len(FATES))),
         text(f"{_balance(files)[0]} {packed}"),
         *([table(["Rows", "Finding", "First"], findings, (0,))] if findings else []),
     ]
@@ -198,7 +185,7 @@ def _plan(files: RunFiles) -> list[Block]:
 
 
 def _environment(files: RunFiles) -> list[Block]:
-    """Machine, commit, packages, and the sessions of a run that was resumed."""
+    """Machine, commit and packages."""
     uncommitted = ["with uncommitted changes"] if files.at("git.dirty") else []
     values = {
         "Hardware": _hardware(files),
@@ -207,24 +194,10 @@ def _environment(files: RunFiles) -> list[Block]:
         "Started": words(files.at("started")),
         "Finished": words(files.at("finished")),
     }
-    blocks = [facts(values)]
-    sessions = [
-        [
-            words(one.get("started")),
-            words(one.get("checkpoint") or "the first step"),
-            words(one.get("status")),
-            number(one.get("last_step")),
-            number(one.get("ranks")),
-            duration(one.get("seconds")),
-            [Code(key) for key in one.get("changes") or []] or "nothing",
-        ]
-        for one in files.at("sessions") or []
-    ]
-    if len(sessions) > 1:
-        head = ["Started", "From", "Ended", "At step", "Processes", "Trained for", "Changed in the recipe"]
-        blocks += [text(f"Trained in {len(sessions)} sessions:"), table(head, sessions, (3, 4))]
+    if len(sessions := files.at("sessions") or []) > 1:
+        values["Sessions"] = f"{len(sessions)}; run.json has each"
     versions = [[words(name), words(one)] for name, one in (files.at("versions") or {}).items()]
-    return [*blocks, table(["Package", "Version"], versions)]
+    return [facts(values), table(["Package", "Version"], versions)]
 
 
 def _rerun(files: RunFiles) -> list[Block]:

@@ -30,21 +30,14 @@ def verdict_notices(comparison: Part) -> list[Block]:
     """What a reader wants first: whether the tuned model is better, and whether the gate passed."""
     metrics, overall, gate = _deciding(comparison), comparison.get("overall"), comparison.get("gate")
     verdicts = Counter(words(entry.get("verdict")) for entry in metrics)
-    order = sorted(verdicts, key=lambda verdict: ("bad", "good", "plain").index(kind_of(verdict)))
-    counts = f"Of {counted(len(metrics), 'metric')}: {', '.join(f'{verdicts[verdict]} {verdict}' for verdict in order)}"
-    lines, kind = [], kind_of(order[0]) if order else "plain"
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+    title, lines = f"Of {counted(len(metrics), 'metric')}: {counts or 'none was measured on both models'}", list[str]()
+    kind = "bad" if "REGRESSED" in verdicts else "good" if "IMPROVED" in verdicts else "plain"
     if overall:
-        kind, tasks = kind_of(overall["verdict"]), counted(len(overall["tasks"]), "task")
-        difference = f"{score(overall['difference'], '+')} over {tasks}"
-        title = f"{overall['verdict']}: {difference}, 95% interval {interval(overall['interval_95'])}"
-        lines.append(f"{counts}.")
-    elif len(metrics) == 1:
-        title = f"{words(metrics[0].get('verdict'))}: {score(metrics[0].get('difference'), '+')} on {words(metrics[0].get('task'))}"
-    else:
-        title = counts if metrics else "No task was measured on both models"
-    for entry in metrics:
-        if len(metrics) <= 3 or kind_of(entry.get("verdict")) == "bad":
-            lines.append((f"{words(entry.get('verdict'))}: " if len(metrics) > 1 else "") + _sentence(entry))
+        lines, kind = [title], kind_of(overall["verdict"])
+        mean = f"{score(overall['difference'], '+')} over {counted(len(overall['tasks']), 'task')}"
+        title = f"{overall['verdict']}: {mean}, 95% interval {interval(overall['interval_95'])}"
+    lines += [_sentence(entry) for entry in metrics if len(metrics) <= 3 or entry.get("verdict") == "REGRESSED"]
     notices = [notice(kind, title, lines)]
     if gate:
         passed = gate["passed"] is True
@@ -57,7 +50,9 @@ def verdict_notices(comparison: Part) -> list[Block]:
 def _sentence(entry: Part) -> str:
     scores = f"{score(entry.get('base'))} → {score(entry.get('tuned'))}"
     difference = f"{score(entry.get('difference'), '+')}, 95% interval {interval(entry.get('interval_95'))}"
-    return f"{words(entry.get('task'))}, {name_of(entry)}: {scores} ({difference}; {number(entry.get('documents'))} documents)"
+    documents = number(entry.get("documents"))
+    name = f"{words(entry.get('verdict'))}: {words(entry.get('task'))}, {name_of(entry)}"
+    return f"{name}: {scores} ({difference}; {documents} documents)"
 
 
 def evaluation_blocks(files: RunFiles) -> list[Block]:
@@ -66,9 +61,9 @@ def evaluation_blocks(files: RunFiles) -> list[Block]:
     if not comparison:
         return []
     metrics, deciding = comparison.get("metrics") or [], _deciding(comparison)
-    widest = max((_reach(entry) for entry in deciding if _is_bounded(entry)), default=0.0)
+    widest = max((abs(end) for entry in deciding for end in _ends(entry)), default=0.0)
     rows = [_score_row(entry, widest) for entry in deciding[:MOST_SCORES]]
-    blocks = [Block("scores", {"widest": f"{widest:.3f}" if widest else "", "rows": rows})] if rows else []
+    blocks = [Block("scores", {"widest": score(widest), "rows": rows})] if rows else []
     cells = [[value(entry) for value in NUMBERS.values()] for entry in metrics]
     none = text("No task was measured on both models.")
     blocks.append(table([*NUMBERS], cells, range(2, 9), fold="All numbers") if metrics else none)
@@ -101,31 +96,24 @@ def _with_stderr(entry: Part, side: str) -> str:
     return score(entry.get(side)) + (f" ± {score(stderr)}" if is_number(stderr) else "")
 
 
-def _is_bounded(entry: Part) -> bool:
-    return all(is_number(entry.get(side)) and 0 <= entry[side] <= 1 for side in ("base", "tuned"))
-
-
-def _reach(entry: Part) -> float:
-    return max(map(abs, filter(is_number, [entry.get("difference"), *(entry.get("interval_95") or [])])), default=0.0)
+def _ends(entry: Part) -> list[float]:
+    """The difference and the ends of its interval, where all lie between -1 and 1: a perplexity's would dwarf the others."""
+    ends = [entry.get("difference"), *(entry.get("interval_95") or [])]
+    return [end for end in ends if is_number(end)] if all(is_number(end) and abs(end) <= 1 for end in ends) else []
 
 
 def _score_row(entry: Part, widest: float) -> Part:
-    """One metric on both models; `value`, `low` and `high` place the difference between -100 and 100."""
-    bounded = _is_bounded(entry)
-    scale = widest if bounded else _reach(entry)
-    low, high = entry.get("interval_95") or (None, None)
-    ends = {"value": entry.get("difference"), "low": low, "high": high}
-    scale_note = "" if bounded else "; on its own scale"
+    """One metric on both models; `ends` has difference, low and high between -100 and 100, or nothing."""
     return {
         "task": words(entry.get("task")),
-        "metric": f"{name_of(entry)}; {number(entry.get('documents'))} documents{scale_note}",
+        "metric": f"{name_of(entry)}; {number(entry.get('documents'))} documents",
         "verdict": verdict_of(entry),
         "kind": kind_of(verdict_of(entry)),
         "base": score(entry.get("base")),
         "tuned": score(entry.get("tuned")),
         "difference": score(entry.get("difference"), "+"),
         "interval": interval(entry.get("interval_95")),
-        **{name: f"{100 * end / scale:.2f}" if is_number(end) and scale else None for name, end in ends.items()},
+        "ends": [f"{100 * end / widest:.2f}" for end in _ends(entry) if widest],
     }
 
 
@@ -135,19 +123,11 @@ def _contamination(searched: Part | None) -> list[Block]:
         return [text("The training data was not searched for documents of the tasks.")]
     if searched.get("reason"):
         return [text(f"The training data could not be searched for documents of the tasks: {searched['reason']}")]
-    rows = []
-    for task, counts in searched["tasks"].items():
-        found, documents, short = counts["found"], counts["documents"], counts.get("too_short")
-        if found or short:  # so that there are documents
-            without = score(counts.get("difference_without"), "+") if found else "-"
-            rows.append([task, number(documents), number(found), f"{found / documents:.1%}", number(short), without])
-    ngram, clean = f"{searched['ngram']}-gram", len(searched["tasks"]) - len(rows)
-    if not rows:
-        return [text(f"No document of the tasks shares a {ngram} with the training data.")]
-    others = f" (none in {counted(clean, 'other task')})" if clean else ""
-    head = ["Task", "Documents", "Found", "Fraction", "Too short to tell", "Difference without those found"]
-    sentence = f"Documents of the tasks that share a {ngram} with the training data{others}:"
-    return [text(sentence), table(head, rows, range(1, 6))]
+    keys = ("documents", "found", "too_short")
+    rows = [[task, *(number(counts.get(key)) for key in keys)] for task, counts in searched["tasks"].items()]
+    head = ["Task", "Documents", "Found", "Too short to tell"]
+    sentence = f"Documents of the tasks that share a {searched['ngram']}-gram with the training data:"
+    return [text(sentence), table(head, rows, range(1, 4))]
 
 
 def _conditions(comparison: Part, recipe: Recipe | None) -> Block:

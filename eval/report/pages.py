@@ -18,9 +18,6 @@ from eval.report.blocks import Block, Section
 from eval.report.formats import Code, Link
 from sft.terminal import name_of, visible
 
-FOLDED_FROM = 600
-"""Characters of an answer from which only its beginning is open."""
-
 MOST_OF_AN_ANSWER = 4_000
 """Characters."""
 
@@ -59,13 +56,9 @@ def attribute(value: object) -> Markup:
     return Markup(escape(visible(str(value))))
 
 
-def excerpt(value: str) -> dict[str, Any]:
-    """A prompt or an answer: its beginning and, where it is longer, all of it with its length."""
-    whole = value.replace("\r\n", "\n")
-    if len(whole) <= FOLDED_FROM:
-        return {"beginning": html_text(whole), "whole": None, "note": ""}
-    beginning = html_text(whole[: FOLDED_FROM // 2].rstrip() + " …")
-    return {"beginning": beginning, "whole": html_text(whole, MOST_OF_AN_ANSWER), "note": f"{len(whole):,} characters"}
+def said(value: str) -> Markup:
+    """A prompt or an answer."""
+    return html_text(value.replace("\r\n", "\n"), MOST_OF_AN_ANSWER)
 
 
 def anchor(title: str) -> str:
@@ -83,7 +76,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"attribute": attribute, "excerpt": excerpt, "anchor": anchor}
+    environment.filters |= {"attribute": attribute, "said": said, "anchor": anchor}
     return environment
 
 
@@ -119,8 +112,7 @@ def _markdown_table(one: Mapping[str, Any]) -> list[str]:
     """A table, line by line."""
     rule = ["---:" if column in one["numbers"] else "---" for column in range(len(one["head"]))]
     head, *rows = [[markdown_text(cell).strip() for cell in row] for row in (one["head"], *one["rows"])]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
-    return [*lines, *(["", f"{one['more']:,} more rows are not shown."] if one["more"] else [])]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def _markdown_notice(one: Mapping[str, Any]) -> list[str]:
@@ -130,7 +122,7 @@ def _markdown_notice(one: Mapping[str, Any]) -> list[str]:
 
 _MARKDOWN: dict[str, Callable[[Any], list[str]]] = {
     "text": lambda pieces: [markdown_text(pieces)],
-    "facts": lambda one: _markdown_table(one | {"head": ("", ""), "numbers": ()}),
+    "facts": lambda rows: _markdown_table({"head": ("", ""), "rows": rows, "numbers": ()}),
     "table": _markdown_table,
     "notice": _markdown_notice,
     "commands": lambda lines: ["```bash", *map(visible, lines), "```"],

@@ -122,10 +122,8 @@ def method(files: RunFiles) -> str:
     lora = files.recipe.model.lora
     if lora is None:
         return "all weights (full fine-tuning)"
-    modules = lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
     kind = files.recipe.model.quantization
-    base = f"; the base in {kind} (QLoRA)" if kind else ""
-    return f"LoRA adapters: rank {lora.r}, alpha {lora.lora_alpha}, dropout {lora.lora_dropout}, on {modules}{base}"
+    return f"LoRA adapters: rank {lora.r}, alpha {lora.lora_alpha}" + (f"; the base in {kind} (QLoRA)" if kind else "")
 
 
 def column(files: RunFiles, key: str) -> list[float]:

@@ -16,9 +16,9 @@ from urllib.parse import quote
 from eval.report.blocks import Block, notice, table, text
 from eval.report.charts import SMOOTH_FROM, chart, series_of, with_mean
 from eval.report.collect import blocks_of, sections
-from eval.report.formats import MISSING, Code, Link, duration, interval, name_of, number, verdict_of, words
+from eval.report.formats import MISSING, Code, Link, duration, interval, name_of, number, score, verdict_of, words
 from eval.report.run_files import RunFiles, column, data_names, model_name
-from eval.report.training import mean_rate
+from eval.report.training import median_of
 
 LETTERS = "ABCDEFGHIJ"
 """Of the runs on the page: at most so many."""
@@ -84,7 +84,7 @@ def _overview(runs: Runs, folder: Path) -> list[Block]:
         "Tokens seen": lambda files: last(files, "tokens_seen", ",.0f"),
         "Loss at the last logged step": lambda files: last(files, "loss", ".4f"),
         "Eval loss at the end": lambda files: last(files, "held_out_loss", ".4f"),
-        "Tokens per second": lambda files: number(mean_rate(files.metrics), ",.0f"),
+        "Tokens per second": lambda files: number(median_of(files, "tokens_per_second"), ",.0f"),
         "Peak memory of a rank, GiB": lambda files: number(max(column(files, "peak_memory_gib"), default=None), ".2f"),
         "Time to train": lambda files: duration(files.at("timings.train_seconds")),
     }
@@ -113,8 +113,8 @@ def _evaluation(runs: Runs) -> list[Block]:
 
 
 def _score(entry: dict[str, Any]) -> str:
-    scores = f"{number(entry.get('base'), '.4f')} → {number(entry.get('tuned'), '.4f')}"
-    difference = f"{number(entry.get('difference'), '+.4f')} {interval(entry.get('interval_95'))}"
+    scores = f"{score(entry.get('base'))} → {score(entry.get('tuned'))}"
+    difference = f"{score(entry.get('difference'), '+')} {interval(entry.get('interval_95'))}"
     return f"{scores}, {difference}, {verdict_of(entry)}"
 
 
@@ -124,7 +124,7 @@ def _curves(runs: Runs) -> list[Block]:
     for title, unit, key, over in CURVES:
         curves = []
         for place, files in enumerate(runs):
-            one = series_of(files.metrics, key, LETTERS[place], f"c{place}", over)
+            one = series_of(files.metrics, key, LETTERS[place], place, over)
             curves.append(replace(with_mean(one)[-1], name=one.name))
         if any(len(one.x) for one in curves):
             x_label = "optimizer step" if over == "step" else "tokens"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 
 from eval.report.blocks import Block, facts, text
 from eval.report.charts import Series, chart, series_of, with_mean
-from eval.report.formats import MISSING, counted, duration, is_number, number, words
+from eval.report.formats import duration, is_number, number, words
 from eval.report.run_files import RunFiles, column
 
 MOST_CHARTS = 12
@@ -41,7 +39,8 @@ def training_blocks(files: RunFiles) -> list[Block]:
         values["Eval loss at the end"] = f"{eval_loss[-1]:.4f} (lowest: {min(eval_loss):.4f})"
     if faults := [f"step {number(one['step'])} ({words(one['answer'])})" for one in files.at("nonfinite") or []]:
         values["Steps with a loss or gradient that was not finite"] = faults
-    values |= speed_facts(metrics)
+    values["Tokens per second"] = number(median_of(files, "tokens_per_second"), ",.0f")
+    values["MFU, of the GPUs' bf16 peak"] = number(median_of(files, "mfu"), ".1%")
     values["Peak memory of a rank"] = f"{max(memory):.2f} GiB" if memory else words(None)
     values["Peak memory of a rank"] += f" (planned: {number(peak)} GiB)" if is_number(peak) else ""
     values["Time to prepare the data"] = duration(files.at("timings.prepare_seconds"))
@@ -49,25 +48,19 @@ def training_blocks(files: RunFiles) -> list[Block]:
     values["Time to train"] += f" (planned: {words(time)})" if time else ""
     if files.comparison:
         values["Time to evaluate"] = duration(files.at("timings.evaluate_seconds"))
-    steps = [str(one.get("checkpoint")).rpartition("-")[2] for one in (files.at("sessions") or [])[1:]]
-    resumed_at = [int(step) for step in steps if step.isdecimal()]
-    blocks = [Block("curve", "loss.png"), Block("charts", _training_charts(files, resumed_at))]
-    if resumed_at:
-        shown = ", ".join(map(number, resumed_at))
-        blocks.append(text(f"Resumed after step {shown} (dashed lines). A step that was repeated is shown once."))
-    return [*blocks, facts(values)]
+    return [Block("curve", "loss.png"), Block("charts", _training_charts(files)), facts(values)]
 
 
 def _planned(files: RunFiles, name: str) -> object:
     return next((one["value"] for one in files.decisions if one["name"] == name), None)
 
 
-def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, Any]]:
-    eval_loss, before = series_of(files.metrics, "held_out_loss", "eval loss", "c1"), files.at("held_out_loss_before")
+def _training_charts(files: RunFiles) -> list[dict[str, Any]]:
+    eval_loss, before = series_of(files.metrics, "held_out_loss", "eval loss", 1), files.at("held_out_loss_before")
     if is_number(before) and len(eval_loss.x):
-        eval_loss = Series("eval loss", np.insert(eval_loss.x, 0, 0.0), np.insert(eval_loss.y, 0, before), "c1")
+        eval_loss = Series("eval loss", np.insert(eval_loss.x, 0, 0.0), np.insert(eval_loss.y, 0, before), 1)
     losses = [*with_mean(series_of(files.metrics, "loss", "loss at each logged step")), eval_loss]
-    charts = [chart("Loss", "", losses, verticals=resumed_at, wide=wide) for wide in (True, False)]
+    charts = [chart("Loss", "", losses)]
     for title, unit, key in (
         ("Learning rate", "", "learning_rate"),
         ("Gradient norm", "before clipping", "grad_norm"),
@@ -77,7 +70,7 @@ def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, A
     ):
         series = series_of(files.metrics, key, title.lower())
         if len(series.x):
-            charts.append(chart(title, unit, [series], from_zero=True, verticals=resumed_at))
+            charts.append(chart(title, unit, [series], from_zero=True))
     return charts
 
 
@@ -96,47 +89,13 @@ def during_blocks(files: RunFiles) -> list[Block]:
         for task, reason in (line.get("failed") or {}).items():
             failures.setdefault(task, []).append(f"step {line['step']}: {reason}")
     shown = list(scores.items())[:MOST_CHARTS]
-    seconds = sum(line["seconds"] for line in files.during if is_number(line.get("seconds")))
-    sentences = [f"Measured {len(files.during):,} times, in {duration(seconds)} together."]
-    if len(scores) > MOST_CHARTS:
-        sentences.append(f"{len(scores) - MOST_CHARTS} more metrics are in eval/during.jsonl.")
-    for task, found in failures.items():
-        sentences.append(f"{task} failed at {counted(len(found), 'of these step')}, last at {found[-1]}.")
+    sentences = [f"Measured {len(files.during):,} times: eval/during.jsonl has all scores."]
+    sentences += [f"{task} failed {len(found)} times, last at {found[-1]}." for task, found in failures.items()]
     charts = [chart(task, metric, [Series(metric, *np.array(points, float).T)]) for (task, metric), points in shown]
     last = {f"{task}, {metric}, last": number(points[-1][1], ".4f") for (task, metric), points in shown}
     return [text(" ".join(sentences)), Block("charts", charts), facts(last)]
 
 
-def _timed(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
-    """The lines of metrics.jsonl, each with the seconds of its steps; without the first, which includes the warmup of everything."""
-    found = []
-    for before, line in pairwise(lines):
-        rate, start, end = line.get("tokens_per_second"), before.get("tokens_seen"), line.get("tokens_seen")
-        if is_number(rate) and rate > 0 and is_number(start) and is_number(end):
-            found.append((line, (end - start) / rate))
-    return found
-
-
-def mean_rate(lines: Sequence[Mapping[str, Any]], key: str = "tokens_per_second") -> float | None:
-    """The mean of a rate over time, after the first line."""
-    known = [(line[key], seconds) for line, seconds in _timed(lines) if is_number(line.get(key))]
-    total = sum(seconds for _, seconds in known)
-    return sum(rate * seconds for rate, seconds in known) / total if total > 0 else None
-
-
-def speed_facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """How fast the training was; docs/metrics.md describes each figure."""
-
-    def median_of(key: str) -> str:
-        values = [line[key] for line, _ in _timed(lines) if is_number(line.get(key))]
-        return f"{median(values):.3f} s" if values else MISSING
-
-    waits = [(line["data_seconds"], seconds) for line, seconds in _timed(lines) if is_number(line.get("data_seconds"))]
-    total = sum(seconds for _, seconds in waits)
-    return {
-        "Tokens per second, mean after the first logged step": number(mean_rate(lines), ",.0f"),
-        "Target tokens per second": number(mean_rate(lines, "labelled_tokens_per_second"), ",.0f"),
-        "MFU, of the GPUs' bf16 peak": number(mean_rate(lines, "mfu"), ".1%"),
-        "Time of a step, p50 and p90": f"{median_of('step_seconds_p50')}, {median_of('step_seconds_p90')}",
-        "Time waiting for data": f"{sum(wait for wait, _ in waits) / total:.1%}" if total > 0 else MISSING,
-    }
+def median_of(files: RunFiles, key: str) -> float | None:
+    """The median of a rate over the logged steps, without the first, which includes the warmup of everything."""
+    return median(values) if (values := column(files, key)[1:]) else None

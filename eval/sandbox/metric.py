@@ -65,7 +65,7 @@ class CodeEval:
         ]
         ended = iter(run_programs(programs))
         problems = [[next(ended) for _ in candidates] for candidates in predictions]
-        counts = [(len(outcomes), sum(one.ending == "passed" for one in outcomes)) for outcomes in problems]
+        counts = [(len(outcomes), sum(one.passed for one in outcomes)) for outcomes in problems]
         ks = [number for number in k if all(number <= n for n, _ in counts)]
         scores = {f"pass@{number}": sum(pass_at_k(n, c, number) for n, c in counts) / len(counts) for number in ks}
         return scores, {number: _as_evaluate(outcomes) for number, outcomes in enumerate(problems)}
@@ -73,7 +73,7 @@ class CodeEval:
 
 def _as_evaluate(outcomes: Sequence[Outcome]) -> list[tuple[int, dict[str, Any]]]:
     return [
-        (number, {"passed": one.ending == "passed", "result": one.detail or one.ending, "completion_id": number})
+        (number, {"passed": one.passed, "result": one.detail or "passed", "completion_id": number})
         for number, one in enumerate(outcomes)
     ]
 

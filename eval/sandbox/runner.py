@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from eval.sandbox.inside import RAISED
 from sft.errors import EvaluationError
@@ -71,11 +70,11 @@ LIMITS = Limits()
 class Outcome:
     """How a program ended."""
 
-    ending: Literal["passed", "failed", "cpu time", "wall time", "memory", "processes", "killed"]
-    """`passed` only where it reached its last line."""
+    passed: bool
+    """Whether it reached its last line."""
 
     detail: str
-    """The exception, the limit or the signal; empty where it passed."""
+    """The exception, the limit or the exit status; empty where it passed."""
 
 
 def _bwrap() -> str | None:
@@ -142,23 +141,22 @@ def _used(pid: int) -> tuple[int, int]:
     return tasks, memory
 
 
-def _watch(process: subprocess.Popen[bytes], limits: Limits) -> Outcome | None:
+def _watch(process: subprocess.Popen[bytes], limits: Limits) -> str | None:
     """Wait for a program, or kill it at a limit: which one."""
     deadline, ended = time.monotonic() + limits.wall_seconds, os.pidfd_open(process.pid)
-    met: Outcome | None = None
+    met = None
     try:
-        while not select.select([ended], [], [], _WATCH_SECONDS)[0]:
+        while met is None and not select.select([ended], [], [], _WATCH_SECONDS)[0]:
             tasks, memory = _used(process.pid)
             if time.monotonic() > deadline:
-                met = Outcome("wall time", f"still running after {limits.wall_seconds:g} s")
+                met = f"still running after {limits.wall_seconds:g} s"
             elif memory > limits.memory_bytes:
-                met = Outcome("memory", f"more than {limits.memory_bytes} bytes")
+                met = f"more than {limits.memory_bytes} bytes of memory"
             elif tasks > limits.processes + 3:  # bwrap's two, and the program itself
-                met = Outcome("processes", f"more than {limits.processes}")
-            if met:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                break
+                met = f"more than {limits.processes} processes"
+        if met:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     finally:
         os.close(ended)
     process.wait()
@@ -196,25 +194,10 @@ def run_program(program: str, limits: Limits = LIMITS, isolated: bool = True) ->
             complaint = process.stderr.read(_MOST_SAID).decode(errors="replace").strip()
     if complaint:  # the program has no standard error: this is bwrap's, or the interpreter's
         raise EvaluationError(f"Generated code cannot be run here: {complaint}")
-    return _judge(said, word.encode(), met, process.returncode, limits)
-
-
-def _judge(said: bytes, word: bytes, met: Outcome | None, status: int, limits: Limits) -> Outcome:
-    if met is not None:
-        return met
-    if said == word:
-        return Outcome("passed", "")
-    if said.startswith(RAISED):
-        error = said[1:].decode(errors="replace")
-        return Outcome("memory" if error.startswith("MemoryError") else "failed", error)
-    # bwrap exits with 128 + the signal that ended the program.
-    number = -status if status < 0 else status - 128
-    by_signal = signal.Signals(number).name if number in set(signal.Signals) else ""
-    if by_signal == "SIGXCPU":
-        return Outcome("cpu time", f"more than {limits.cpu_seconds} s")
-    if by_signal:
-        return Outcome("killed", by_signal)
-    return Outcome("failed", f"exited with status {status} before its last line")
+    if met is None and said == word.encode():
+        return Outcome(True, "")
+    raised = said[1:].decode(errors="replace") if said.startswith(RAISED) else None
+    return Outcome(False, met or raised or f"exited with status {process.returncode} before its last line")
 
 
 def run_programs(programs: Sequence[str], limits: Limits = LIMITS) -> list[Outcome]:
@@ -240,7 +223,7 @@ def check_isolation(limits: Limits = LIMITS) -> str:
         if sys.platform != "linux":
             raise EvaluationError(f"bubblewrap runs on Linux, and this is {sys.platform}.")
         outcome = run_program("", limits)
-        if outcome.ending != "passed":
+        if not outcome.passed:
             raise EvaluationError(f"an empty program ended with: {outcome.detail}")
     except EvaluationError as error:
         if os.environ.get(WITHOUT_SANDBOX) == "1":

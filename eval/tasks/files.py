@@ -38,20 +38,14 @@ class Task:
     given: str
     """What lm_eval gets: the name, or the path of the task's file."""
 
-
-@dataclass(frozen=True)
-class TaskFile:
-    """A task that was found: what a user's file says of it, or lm_eval's own."""
-
-    task: Task
-    unsafe: bool
+    unsafe: bool = False
     """Whether it runs what the model writes."""
 
     code: tuple[str, ...] = ()
     """What it runs of its author's code, in the words of the file."""
 
     members: list[str] = field(default_factory=list)
-    """The names in it, where it is a group."""
+    """The names in it, where it is a group of the user's."""
 
 
 class _Function(str):
@@ -68,14 +62,11 @@ _TextLoader.add_constructor("!function", lambda _, node: _Function(node.value))
 
 
 def _values(value: object) -> Iterator[object]:
-    """A value and everything in it; a YAML anchor may have put it inside itself."""
-    left, seen = [value], set[int]()
-    while left:
-        value = left.pop()
-        yield value
-        if isinstance(value, (dict, list)) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
+    """A value and everything in it."""
+    yield value
+    if isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _values(one)
 
 
 def _metrics(config: dict[str, Any]) -> list[str]:
@@ -103,7 +94,7 @@ class LocalTasks:
 
     def __init__(self, include_path: str | None, metrics: frozenset[str]) -> None:
         self.metrics = metrics
-        self.by_name: dict[str, list[TaskFile]] = {}
+        self.by_name: dict[str, list[Task]] = {}
         self.folders: list[Path] = []
         """Where lm_eval looks for groups."""
 
@@ -119,7 +110,7 @@ class LocalTasks:
             except EvaluationError as error:
                 self.unreadable.append(str(error))  # shown only where a task is missing: the folder may hold other YAML
 
-    def read(self, path: Path, folder: Path) -> TaskFile:
+    def read(self, path: Path, folder: Path) -> Task:
         """Read one file, which must define a task."""
         code: list[str] = []
         config = self._read_yaml(path, code)
@@ -128,9 +119,10 @@ class LocalTasks:
             raise EvaluationError(f"{path} is not a valid task file: it has no `task:` with the task's name.")
         if group and folder not in self.folders:
             self.folders.append(folder)
-        file = TaskFile(
+        file = Task(
+            name,
             # lm_eval takes a task by its path; a group only by name, from a folder.
-            Task(name, name if group else str(path)),
+            name if group else str(path),
             bool(config.get("unsafe_code")) or CODE_METRIC in _metrics(config),
             tuple(dict.fromkeys(code)),
             members_of(config) if group else [],
@@ -147,10 +139,7 @@ class LocalTasks:
         except (OSError, UnicodeDecodeError) as error:
             raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            mark = getattr(error, "problem_mark", None)
-            place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-            reason = getattr(error, "problem", None) or str(error)
-            raise EvaluationError(f"{path} is not a valid task file:\n  {place}{reason}") from None
+            raise EvaluationError(f"{path} is not a valid task file: {error}") from None
         if not isinstance(config, dict):
             raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
         if not path.is_relative_to(_lm_eval_folder()):  # what is installed is trusted
@@ -161,10 +150,10 @@ class LocalTasks:
             merged |= self._read_yaml((path.parent / str(name)).resolve(), code, (*including, path))
         return merged | config
 
-    def reached(self, file: TaskFile) -> list[TaskFile]:
+    def reached(self, file: Task) -> list[Task]:
         """The file and those of the tasks in its group, through groups in groups."""
         inside = {name: found[0].members for name, found in self.by_name.items()}
-        names = reached(file.task.name, inside) - {file.task.name}
+        names = reached(file.name, inside) - {file.name}
         return [file, *(other for name in sorted(names) for other in self.by_name.get(name, ()))]
 
 

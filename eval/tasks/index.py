@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sft.files import cache_folder, write_json
+from sft.files import cached
 
 
 @dataclass(frozen=True)
@@ -30,27 +26,14 @@ class TaskIndex:
     """Per group and tag, the names in it."""
 
 
-def known_tasks(files: Sequence[Path] | None = None) -> TaskIndex:
-    """The index of the installed lm_eval, cached in the environment, which may be read-only, or in the user's cache."""
-    if files is None:
-        name = f"lm_eval-{version('lm_eval')}-names.json"
-        files = [Path(sys.prefix) / "cache" / name, cache_folder() / "sft-recipes" / name]
-    sets = ("names", "unsafe", "metrics")
-    for file in files:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            return TaskIndex(**{key: frozenset(kept[key]) for key in sets}, members=dict(kept["members"]))
-    index = build_index()
-    lists = {key: sorted(getattr(index, key)) for key in sets}
-    for file in files:
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, lists | {"members": index.members})
-            break
-    return index
+def known_tasks() -> TaskIndex:
+    """The index of the installed lm_eval, from the user's cache."""
+    kept = cached("eval-tasks", version("lm_eval"), [Path(__file__)], _build)
+    names, unsafe, metrics = (frozenset(kept[key]) for key in ("names", "unsafe", "metrics"))
+    return TaskIndex(names, unsafe, metrics, kept["members"])
 
 
-def build_index() -> TaskIndex:
+def _build() -> dict[str, Any]:
     """Read lm_eval's task files; takes seconds."""
     import lm_eval.api.metrics  # noqa: F401  # registers them
     from lm_eval.api.registry import metric_registry
@@ -66,7 +49,7 @@ def build_index() -> TaskIndex:
     }
     marked = {name for name, entry in entries.items() if (entry.cfg or {}).get("unsafe_code")}
     unsafe = marked | {name for name in inside if marked & reached(name, inside)}
-    return TaskIndex(frozenset(entries), frozenset(unsafe), frozenset(metric_registry), inside)
+    return {"names": [*entries], "unsafe": sorted(unsafe), "metrics": [*metric_registry], "members": inside}
 
 
 def members_of(config: dict[str, Any] | None) -> list[str]:

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from eval.sandbox.metric import CODE_METRIC, prepare_code_tasks, score_code_within_limits
 from eval.tasks.files import Task
-from eval.tasks.output import chatter_to, first_line, summary
+from eval.tasks.output import chatter_to, summary
 from eval.tasks.settings import Settings
-from eval.tasks.suites import TaskSelection, measured_twice, needs_consent
+from eval.tasks.suites import TaskSelection, needs_consent
 from sft.errors import EvaluationError, did_you_mean
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 # The first of these in a task's YAML decides.
 LENGTH_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
 
 WHERE_TO_GET = (
     "Load them once where there is a network, with the cache that this machine uses (HF_HOME, HF_DATASETS_CACHE), or name a task file over "
@@ -90,9 +88,7 @@ def read_tasks(selection: TaskSelection, num_fewshot: int | None, run_code: bool
         for task in selection.tasks:
             for loaded in _load_task(manager, task, tasks, problems):
                 problems += _problems_of(loaded, selection.limit, num_fewshot, run_code)
-    # What groups of files share is known only now.
-    parts = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
-    _refuse([*problems, *measured_twice(parts)])
+    _refuse(problems)
     return tasks
 
 
@@ -154,7 +150,10 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, problems: l
         if _is_unreachable(error):
             tasks.missing[task.name] = summary(error)
         else:
-            problems.append(_why_not_loaded(task.name, error))
+            cause = error.__cause__ or error  # `datasets` names the row in the cause
+            problems.append(
+                f"The task {task.name} ({task.given}) cannot be loaded: {summary(cause)}. Check its splits, data files and metrics."
+            )
         return []
     found: list[ConfigurableTask] = list(loaded["tasks"].values())
     if unloaded := dict.fromkeys(name for part in found for name in _metrics_not_loaded(part)):
@@ -175,29 +174,6 @@ def _is_unreachable(error: BaseException) -> bool:
         return True
     # A metric's script, which `evaluate` downloads.
     return isinstance(error, FileNotFoundError) and "Couldn't find a module script" in str(error)
-
-
-def _why_not_loaded(name: str, error: BaseException) -> str:
-    """One line on a task that lm_eval cannot load: its file, and the split or data file that is wrong."""
-    from lm_eval.api.task import ConfigurableTask
-
-    held = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    task = next((value for value in reversed(held) if isinstance(value, ConfigurableTask)), None)
-    if task is None or getattr(task, "config", None) is None:
-        return f"The task {name} cannot be loaded: {summary(error)}"
-    reason, splits = summary(error), getattr(task, "dataset", None)
-    if isinstance(error, KeyError) and splits is None:  # the metric has no default aggregation
-        reason = "a metric in its `metric_list:` is none of lm_eval's, or lacks `aggregation:` and `higher_is_better:`"
-    elif isinstance(error, KeyError) and isinstance(splits, dict) and error.args[0] not in splits:
-        split = str(error.args[0])
-        key = next((f"{key}: " for key in SPLIT_KEYS if getattr(task.config, key) == split), "")
-        hint = did_you_mean(split, [*map(str, splits)], ".")
-        reason = f"`{key}{split}` is no split of its dataset, which has {', '.join(map(str, splits))}{hint}"
-    elif splits is None and (error.__cause__ is not None or isinstance(error, StopIteration)):
-        # `datasets` names the row in the cause; a file without rows stops its iterator.
-        cause = first_line(error.__cause__) if error.__cause__ is not None else "there are none"
-        reason = f"its documents cannot be read from {task.config.dataset_kwargs}: {cause}"
-    return f"The task {name} ({source_of(task)}) cannot be loaded: {reason}"
 
 
 def _metrics_not_loaded(task: ConfigurableTask) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from eval.tasks.files import LocalTasks, Task, TaskFile
+from eval.tasks.files import LocalTasks, Task
 from eval.tasks.index import TaskIndex, known_tasks, reached
 from sft.errors import EvaluationError, did_you_mean
 from sft.program import run_main
@@ -115,11 +115,11 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
     runs_code = False
     for name in asked:
         try:
-            found = _find_task(name, local, known, output_dir)
+            task = _find_task(name, local, known, output_dir)
         except EvaluationError as error:
             problems.append(str(error))
             continue
-        task, files = found.task, local.reached(found)
+        files = local.reached(task)
         if tasks.setdefault(task.name, task) != task:
             problems.append(f"eval.tasks: `{task.name}` is named twice, with two definitions.")
         code = dict.fromkeys(words for file in files for words in file.code)
@@ -148,7 +148,7 @@ def limit_of(evaluation: Evaluation) -> int | None:
     return suite.limit if suite is not None and evaluation.limit is None else evaluation.limit
 
 
-def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> TaskFile:
+def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> Task:
     if asked == "builtin:demo":
         from sft.hub.demo import make_demo
 
@@ -156,14 +156,14 @@ def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path
         return local.read(path, path.parent)
     found = local.by_name.get(asked, [])
     if len(found) > 1:
-        files = ", ".join(file.task.given for file in found)
+        files = ", ".join(file.given for file in found)
         raise EvaluationError(
             f"eval.tasks: `{asked}` is defined by {len(found)} files: {files}. Name the file instead."
         )
     if found:
         return found[0]
     if asked in known.names:
-        return TaskFile(Task(asked, asked), asked in known.unsafe)
+        return Task(asked, asked, asked in known.unsafe)
     if asked.endswith((".yaml", ".yml")):
         path = find_file(asked).resolve()
         if not path.is_file():

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl import SFTTrainer
 
-from sft.errors import RunError, WrongSave
+from sft.errors import WrongSave
 from sft.files import read_json, remove, write_json
 from sft.model.load import merge_adapter
 from sft.model.weight_checks import DTYPES
@@ -26,14 +26,13 @@ def write_final(trainer: SFTTrainer, job: Job, run: Run, tokenizer: Any, verify:
 
     Raises:
         WrongSave: It is another model; it is kept as `unverified` then.
-        RunError: It could not be loaded to compare; kept as well.
     """
     work = run.path / ".final"
     write_model(trainer, job, tokenizer, work)
     if verify is not None:
         try:
             verify(work)
-        except (RunError, WrongSave) as error:
+        except WrongSave as error:
             # The training is over: its result must not be lost in a hidden folder.
             distributed.from_rank_0(lambda: _rename(work, run.unverified))
             kept = f"The training is complete, and its model is kept in {run.unverified}. There is no final/, and nothing is evaluated."

@@ -1,8 +1,5 @@
-"""Replaces functions of libraries while a checkpoint is written or loaded.
+"""Replaces functions of libraries while a checkpoint is loaded.
 
-`torch.save`, while writing
-    An engine saves on each rank and then meets the others: a rank whose disk is full must still come to the meeting.
-    Noticed by tests/slow/test_checkpoints.py.
 `pickle` in `torch.distributed.checkpoint.filesystem`, and TORCH_FORCE_WEIGHTS_ONLY_LOAD, while loading
     DeepSpeed and torch unpickle freely, which calls whatever a file says.
     Noticed by tests/sft/checkpoint/test_foreign_files.py.
@@ -13,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
@@ -34,30 +31,6 @@ IN_METADATA = {
     *(f"{_METADATA}.TensorProperties", "torch.distributed.checkpoint.filesystem._StorageInfo"),
 }
 """What torch writes into .metadata."""
-
-
-@contextmanager
-def failed_saves_kept() -> Iterator[list[Exception]]:
-    """Collect the errors of `torch.save` to a file instead of raising them, and save nothing more after the first."""
-    save = torch.save
-    failed: list[Exception] = []
-
-    def save_or_keep(value: Any, file: Any, *args: Any, **keywords: Any) -> None:
-        if not isinstance(file, str | os.PathLike):
-            save(value, file, *args, **keywords)
-        elif not failed:
-            try:
-                save(value, file, *args, **keywords)
-            except Exception as error:
-                failed.append(error)
-                with suppress(OSError):
-                    Path(file).unlink()
-
-    torch.save = save_or_keep  # type: ignore[assignment]
-    try:
-        yield failed
-    finally:
-        torch.save = save
 
 
 class _Metadata(pickle.Unpickler):

@@ -4,9 +4,9 @@ Nothing is converted on disk: files are mapped into memory, and only what a para
 
 DeepSpeed, ZeRO-1 to 3       sft/checkpoint/zero.py
 one process, DDP, TP         model.safetensors or adapter_model.safetensors, and optimizer.pt, whose state is by number
+FSDP2, full                  the same
 FSDP2, sharded               pytorch_model_fsdp_0/ and optimizer_0/, torch's distributed checkpoint
 pipeline stages              weights as above, or in a file of each stage; optimizer_<rank>.pt of each stage, by name
-FSDP2, full                  pytorch_model_fsdp.bin and optimizer.bin, by name
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import set_seed
 
-from sft.checkpoint.live_tensors import gathered
 from sft.checkpoint.patches import load_mapped, plain_data_only
 from sft.checkpoint.resume import Writer
 from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, open_zero
 from sft.errors import RunError
+from sft.model.live import gathered
 from sft.parallel.full_tensors import shard_of
 from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.process_group import is_rank_0
-from sft.plan.parallelism import FSDP2
 from sft.plan.pipeline import PIPELINE
 
 
@@ -53,10 +52,9 @@ def open_full(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) -
         names, read = open_zero(checkpoint)
     elif writer.engine == PIPELINE:
         names, read = _open_stages(checkpoint, adapter_names)
-    elif writer.engine == FSDP2:
+    elif writer.state_dict_type == "sharded":
         # accelerate saves adapters' weights under PEFT's names, and their moments under the parameters' own.
-        saved_as = {name: saved for saved, name in adapter_names.items()}
-        names, read = (_open_sharded if writer.state_dict_type == "sharded" else _open_full)(checkpoint, saved_as)
+        names, read = _open_sharded(checkpoint, {name: saved for saved, name in adapter_names.items()})
     else:
         names, read = _open_numbered(checkpoint, writer.parameters, adapter_names)
 
@@ -132,18 +130,6 @@ def _open_distributed(folder: Path) -> tuple[set[str], Callable[[str], torch.Ten
         return value
 
     return set(metadata), read
-
-
-def _open_full(checkpoint: Path, saved_as: dict[str, str]) -> Opened:
-    weights, state = (load_mapped(checkpoint / file) for file in ("pytorch_model_fsdp.bin", "optimizer.bin"))
-    moments = state["state"]
-
-    def read(name: str, what: str) -> torch.Tensor:
-        saved = saved_as.get(name, name)
-        value: torch.Tensor = moments[name][what] if what != WEIGHT else weights[saved if saved in weights else name]
-        return value
-
-    return set(moments), read
 
 
 def source_names(module: torch.nn.Module, tensors: FullTensors, is_part: bool = False) -> dict[str, str]:
@@ -236,7 +222,7 @@ def start_random_streams(seed: int, step: int, rank: int) -> None:
 
 def with_parameters(writer: Writer, model: torch.nn.Module, optimizer: Any) -> Writer:
     """Add the names of the optimizer's parameters in its order, where its state is by number."""
-    if writer.deepspeed is not None or writer.state_dict_type is not None or writer.engine == PIPELINE:
+    if writer.deepspeed is not None or writer.state_dict_type == "sharded" or writer.engine == PIPELINE:
         return writer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights, _ = _weights_and_stepped(getattr(optimizer, "optimizer", optimizer))

@@ -7,8 +7,7 @@ manifest says what wrote it; run.json knows only the last start.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +99,6 @@ def lost_lines(run: Run, checkpoint: Path) -> str | None:
     )
 
 
-def changed_tokens(checkpoint: Path, tokenizer: Any) -> list[str]:
-    """Compare the special tokens with those that a checkpoint was saved with: training may never have seen the new ones."""
-    file = checkpoint / "tokenizer_config.json"
-    saved = read_json(file) if file.exists() else {}
-    then = {name: saved[name] for name in ("pad_token", "eos_token", "bos_token") if name in saved}
-    then = {name: value["content"] if isinstance(value, dict) else value for name, value in then.items()}
-    return [
-        f"Warning: the tokenizer's {name} was {was!r} when {checkpoint.name} was written and is {now!r} now; final/ gets the new one. "
-        "Restore the tokenizer's files to keep the old one."
-        for name, was in then.items()
-        if was != (now := getattr(tokenizer, name))
-    ]
-
-
 @dataclass(frozen=True)
 class Writer:
     """What wrote a checkpoint, as far as its format depends on it."""
@@ -133,7 +118,7 @@ class Writer:
     tensor_parallel: int = 1
     sequence_parallel: int = 1
     pipeline_parallel: int = 1
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = field(default=(), compare=False)
     """The trained ones in the optimizer's order, where its state is by number and not by name; known when it is written."""
 
     @property
@@ -147,21 +132,12 @@ class Writer:
         zero = (self.deepspeed or {}).get("zero_optimization", {})
         return any(zero.get(key, {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
 
-    @property
-    def format(self) -> tuple[Any, ...]:
-        """What an engine's own files fit."""
-        groups = (self.tensor_parallel, self.sequence_parallel, self.pipeline_parallel)
-        return (self.engine, self.ranks, self.weights, self.precision, self.deepspeed, *groups)
-
     def __str__(self) -> str:
         if self.engine == "one process":
             return self.engine
-        sizes = {"tensor": self.tensor_parallel, "sequence": self.sequence_parallel}
-        groups = "".join(f", {name} parallel over {size}" for name, size in sizes.items() if size > 1)
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} under {self.engine}"
-        if self.pipeline_parallel > 1:
-            return f"{ranks}, {self.pipeline_parallel} stages"
-        return ranks if self.engine == "tensor parallel" else ranks + groups
+        split = {"sequences": self.sequence_parallel, "stages": self.pipeline_parallel}
+        parts = "".join(f", {what} over {size}" for what, size in split.items() if size > 1)
+        return f"{self.ranks} ranks under {self.engine}{parts}"
 
 
 @dataclass(frozen=True)
@@ -198,12 +174,10 @@ def writer_here(job: Job) -> Writer:
 
 def writer_of(checkpoint: Path) -> Writer:
     """What wrote a checkpoint; a ValueError says how it is damaged."""
-    values = read_manifest(checkpoint).get("writer")
     try:
-        if values is None:  # earlier versions wrote a file of its own
-            values = json.loads((checkpoint / "written_by.json").read_text(encoding="utf-8"))
+        values = read_manifest(checkpoint)["writer"]
         return Writer(**values | {"parameters": tuple(values["parameters"])})
-    except (OSError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise ValueError(f"it does not say what wrote it: {error}") from None
 
 
@@ -222,7 +196,7 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     alike = {writer.engine, here.engine} <= {"one process", "DDP"}
     alike &= (writer.weights, writer.precision) == (here.weights, here.precision)
     sharded |= optim != "adamw" and alike
-    reshards = not sharded and (writer.format, writer.state_dict_type) != (here.format, here.state_dict_type)
+    reshards = not sharded and writer != here
     if problem := _why_not(writer, here, reshards, optim):
         raise RunError(
             f"{checkpoint} was written by {writer}, and cannot be resumed with {here}: {problem}. Resume it as it was written, or start a "

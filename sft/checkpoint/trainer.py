@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
@@ -29,10 +28,9 @@ from sft.checkpoint.reshard import (
 from sft.checkpoint.resume import ResumePlan, resolve_resume, writer_here
 from sft.checkpoint.write import CheckpointWriter
 from sft.checkpoint.zero import load_zero
-from sft.parallel.fsdp import units_as_planned
+from sft.parallel.fsdp import reshard, units_as_planned
 from sft.parallel.full_tensors import full_optimizer_state, full_state
-from sft.parallel.process_group import is_rank_0
-from sft.parallel.tensor import is_tensor_parallel
+from sft.parallel.process_group import barrier_at_end, is_rank_0
 from sft.plan.disk import estimate_disk
 from sft.plan.job import Job
 from sft.run.directory import INCOMPLETE
@@ -57,9 +55,11 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         self, job: Job, resume_plan: ResumePlan | None, saving: Callable[[], AbstractContextManager[None]], **trl: Any
     ) -> None:
         self.job, self.resume_plan, self.saving = job, resume_plan, saving
-        # Checkpoints of tensor and pipeline parallelism hold full tensors by name, as transformers saves no others.
-        train = job.recipe.train
-        by_name = max(train.tensor_parallel_size, train.pipeline_parallel_size) > 1
+        # Such checkpoints hold full tensors, and are loaded as another engine's.
+        self.saves_full = job.recipe.train.tensor_parallel_size > 1 or (
+            job.fsdp is not None and job.fsdp.state_dict_type == "full"
+        )
+        by_name = self.saves_full or job.recipe.train.pipeline_parallel_size > 1
         self.reshards = resume_plan is not None and (resume_plan.reshards or by_name)
         facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         self.writer = writer_here(job)
@@ -88,32 +88,45 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
     def save_checkpoint(self, model: Any, trial: Any, goes_on: bool) -> None:
         """Save this step; where there is no room, say so if the run continues."""
         save = super()._save_checkpoint
+        reshard(self.model)
         self.checkpoints.facts["writer"] = asdict(with_parameters(self.writer, self.model, self.optimizer))
         with self.saving():
             self.checkpoints.save(self.state.global_step, lambda: save(model, trial), goes_on)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every rank takes part where the layers are sharded, for which transformers has no checkpoints."""
-        self.checkpoints.part(lambda: self._save_model(output_dir, _internal_call))
+        """Every rank takes part."""
+        with self._waiting_for_all():
+            self._save_model(output_dir, _internal_call)
+
+    def _waiting_for_all(self) -> AbstractContextManager[None]:
+        """A part of a checkpoint, at the end of which ranks wait for the slowest one, however long it takes."""
+        return barrier_at_end() if self.checkpoints.is_saving else nullcontext()
 
     def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
-        if not is_tensor_parallel(self.model):
+        if not self.saves_full:
             super().save_model(output_dir, _internal_call)
             # A pickle of rank 0's that nothing reads.
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
-        self.model.save_pretrained(output_dir, state_dict=full_state(self.model), is_main_process=self.args.should_save)
-        if self.args.should_save:
+        has_adapters, is_writer = self.job.recipe.model.lora is not None, bool(self.args.should_save)
+        keep = (
+            is_writer or self.job.fsdp is None
+        )  # under tensor parallelism transformers has all ranks meet when it has saved
+        state = full_state(self.model, has_adapters, keep=keep)
+        if keep:
+            self.model.save_pretrained(output_dir, state_dict=state, is_main_process=is_writer)
+        if is_writer:
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.checkpoints.part(lambda: self._save_optimizer(output_dir))
+        with self._waiting_for_all():
+            self._save_optimizer(output_dir)
 
     def _save_optimizer(self, output_dir: str) -> None:
-        if not is_tensor_parallel(self.model):
+        if not self.saves_full:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state = full_optimizer_state(self.optimizer)
+        state = full_optimizer_state(self.optimizer, keep=bool(self.args.should_save))
         if self.args.should_save:
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
@@ -135,12 +148,7 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
 
     def load_weights_of(self, checkpoint: Path) -> None:
         """Give the live model, which is trained no further, the weights of a checkpoint of this run. Every rank takes part."""
-        plan = resolve_resume(checkpoint, self.job)
-        if self.is_deepspeed_enabled and not plan.reshards:
-            with plain_data_only(deepspeed=True):
-                deepspeed_load_checkpoint(self.model_wrapped, str(checkpoint), self.job.recipe.model.lora is None)
-        else:
-            load_weights(*self._open(plan))
+        load_weights(*self._open(resolve_resume(checkpoint, self.job)))
 
     def _reshard(self, plan: ResumePlan) -> None:
         """Give the live engine the weights, the moments and the schedule of another engine's checkpoint."""

@@ -7,7 +7,7 @@ reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -20,10 +20,10 @@ from sft.data.findings import FINDINGS, Findings, found_in_row
 from sft.data.formats import IGNORED, Conversation, Text, Tokens, has_zero_weight, renamed, to_example
 from sft.data.readers import BadRow, Row
 from sft.data.render import ChatRenderer, Span
+from sft.data.sources import Numbered
 from sft.data.special_tokens import SpecialTokens, tokens_without_mark
-from sft.data.store import DOCUMENT, ROWS
+from sft.data.store import DOCUMENT
 from sft.data.template_checks import check_nothing_is_lost, check_turns_are_closed
-from sft.recipe.local_code import RowFunction
 from sft.recipe.schema import Data, Source
 
 LENGTHS = 2 ** np.arange(3, 33, 0.5)
@@ -33,13 +33,9 @@ LENGTHS = 2 ** np.arange(3, 33, 0.5)
 class RowError(Exception):
     """A row that stops the preparation."""
 
-    def __init__(self, row: int, reason: str) -> None:
-        super().__init__(row, reason)
-        self.row, self.reason = row, reason
-
-
-class _RefusedRow(ValueError):
-    """A row with a finding that the recipe refuses."""
+    def __init__(self, row: int, reason: str, remedy: str) -> None:
+        super().__init__(row, reason, remedy)  # all of them: it crosses processes
+        self.row, self.reason, self.remedy = row, reason, remedy
 
 
 @dataclass
@@ -109,8 +105,8 @@ class _Text:
 class DocumentMaker:
     """Makes documents of rows."""
 
-    def __init__(self, data: Data, tokenizer: Any, functions: Mapping[int, RowFunction] | None = None) -> None:
-        self.data, self.tokenizer, self.functions = data, tokenizer, functions or {}
+    def __init__(self, data: Data, tokenizer: Any) -> None:
+        self.data, self.tokenizer = data, tokenizer
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -127,10 +123,9 @@ class DocumentMaker:
         self.renderer = ChatRenderer(tokenizer) if tokenizer.chat_template is not None else None
         self.special_tokens = SpecialTokens(tokenizer)
 
-    def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
+    def make(self, source: Source, number: int, format: str, rows: Sequence[Numbered]) -> Chunk:
         """Make documents of rows of one source, given with their numbers in it, from 1. Raises RowError where one stops it."""
         chunk = Chunk(number)
-        rows = list(self._converted(number, rows, chunk))
         chunk.counts.rows_in += len(rows)
         # The chat template writes the special tokens, BOS included: the tokenizer must not add another.
         adds_special_tokens = format == "text" or not source.chat
@@ -157,29 +152,6 @@ class DocumentMaker:
             chunk.documents = np.array(list(records), DOCUMENT)
         return chunk
 
-    def _converted(
-        self, source: int, rows: Sequence[tuple[int, Row | BadRow]], chunk: Chunk
-    ) -> Iterator[tuple[int, Row | BadRow]]:
-        """The rows that the source's function makes of them; a row of which it makes none is dropped."""
-        function = self.functions.get(source)
-        for number, row in rows:
-            made: list[Row | BadRow] = [row]
-            if function is not None and not isinstance(row, BadRow):
-                try:
-                    made = [*function(row)]
-                except ValueError as error:  # counted with the others, in _ready
-                    made = [BadRow(str(error))]
-            if not made:
-                chunk.counts.rows_in += 1
-                chunk.drop("function", number)
-            yield from ((number + ROWS * place, one) for place, one in enumerate(made))
-
-    def first_rows(self, source: int, rows: Sequence[tuple[int, Row | BadRow]]) -> tuple[list[Row], list[str]]:
-        """The first rows of a source as they are read, and what is wrong with those that cannot be."""
-        found = [row for _, row in self._converted(source, rows, Chunk(source))]
-        good = [row for row in found if not isinstance(row, BadRow)]
-        return good, [row.reason for row in found if isinstance(row, BadRow)]
-
     @contextmanager
     def _row_errors(self, chunk: Chunk, row: int) -> Iterator[None]:
         """Drop a bad row or stop at it, as data.on_bad_row says."""
@@ -187,13 +159,18 @@ class DocumentMaker:
             yield
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if self.data.on_bad_row == "error":
-                raise RowError(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
-            chunk.drop("refused" if isinstance(error, _RefusedRow) else "bad_row", row)
+                raise RowError(row, str(error), "Correct or remove the row, or set data.on_bad_row=drop.") from None
+            chunk.drop("bad_row", row)
 
     # From a row to text
 
-    def _ready(self, row: Row | BadRow, number: int, source: Source, format: str, chunk: Chunk) -> _Text | Ids | None:
+    def _ready(
+        self, row: Row | BadRow | None, number: int, source: Source, format: str, chunk: Chunk
+    ) -> _Text | Ids | None:
         """The row as the tokenizer gets it, or as it came if it is tokenized; None if it is dropped."""
+        if row is None:
+            chunk.drop("function", number)
+            return None
         if isinstance(row, BadRow):
             raise ValueError(row.reason)
         row = renamed(row, source)
@@ -216,7 +193,7 @@ class DocumentMaker:
             chunk.find(kind, number)
         if refused:
             meanings = ", ".join(FINDINGS[kind].meaning for kind in refused)
-            raise _RefusedRow(f"{meanings} (data.refuse: {', '.join(refused)})")
+            raise ValueError(f"{meanings} (data.refuse: {', '.join(refused)})")
         has_special = "special_tokens" in found
         if isinstance(example, Text):
             item = self._text(example, escape, has_special)
@@ -317,10 +294,8 @@ class DocumentMaker:
         pieces = [(ids, mask)]
         if length > limit:
             if overlong == "error":
-                raise RowError(
-                    row,
-                    f"{length} tokens, more than data.max_length={limit}. Raise it, or set data.overlong to drop, truncate or split",
-                )
+                too_long = f"{length} tokens, more than data.max_length={limit}"
+                raise RowError(row, too_long, "Raise it, or set data.overlong to drop, truncate or split.")
             if overlong == "drop":
                 return chunk.drop("too_long", row, length)
             starts = range(0, length, limit) if overlong == "split" else [0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from itertools import islice
 from math import ceil
 from pathlib import Path
 
@@ -12,38 +13,16 @@ import numpy as np
 
 from sft.data.formats import Text, Tokens, check_format, renamed, row_format, to_example
 from sft.data.mixture import wanted_rows
-from sft.data.packing import pack
-from sft.data.readers import Row, count_rows
-from sft.data.sources import all_sources, first_good_rows, source_files, split_and_slice, under_key
+from sft.data.readers import BadRow, Row, count_rows
+from sft.data.sources import all_sources, open_source, source_files, split_and_slice, under_key
 from sft.errors import DataError, ModelError
+from sft.hub.data_facts import DataFacts
 from sft.hub.names import is_on_hub
 from sft.recipe.local_code import RowFunction, row_function
 from sft.recipe.schema import Recipe, Source
 
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
-
-_COPIES = 16
-"""How often the estimate packs the sampled rows: one pack that is not full is then a small part."""
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """How much data one epoch holds: an estimate, or the count once the data is prepared."""
-
-    documents: int
-    tokens: int
-    """Of all documents, prompts included, none longer than data.max_length."""
-
-    trained_tokens: int
-    sequences: int | None = None
-    """Rows the trainer sees: packs with packing, else documents. None: as if every pack were full."""
-
-    squared_lengths: float | None = None
-    """The squares of the documents' lengths added up, for the work of attention; None: as if all were as long as the mean."""
-
-    exact: bool = False
-    """Counted on the prepared data, not estimated from the first rows."""
 
 
 def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
@@ -55,9 +34,8 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     samples: list[tuple[list[Row], str, int]] = []
     for key, source in all_sources(recipe):
         with under_key(key):
-            files = source_files(source, recipe.output_dir)
-            if files is not None:
-                samples.append(_sample(files, source, row_function(recipe, key, source)))
+            if source_files(source, recipe.output_dir) is not None:
+                samples.append(_sample(source, recipe, row_function(recipe, key, source)))
                 check_format(source, samples[-1][1], recipe.data)
     if any(is_on_hub(source) for source in recipe.sources):
         return None
@@ -66,53 +44,55 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     # These are guesses: that a source has fewer rows than the recipe takes is an error only once they are counted.
     trained_on = list(zip(recipe.sources, samples, strict=False))
     available = [max(round(number * kept), source.rows or 1) for source, (_, _, number) in trained_on]
-    totals = np.zeros(5)
+    totals = np.zeros(4)
     for (source, (rows, format, _)), number in zip(trained_on, wanted_rows(recipe.sources, available), strict=True):
         lengths = list(_lengths(rows, format, source, recipe, count))
         used = [min(length, recipe.data.max_length) for length, _ in lengths]
         trained = sum(length if recipe.data.loss_on == "all" else answer for length, answer in lengths)
-        packs = len(pack(np.tile(used, _COPIES), recipe.sequence_length)[1]) / _COPIES
-        sequences = packs if recipe.data.packing else len(used)
-        squared = sum(length**2 for length in used)
-        totals += np.array([len(used), sum(used), trained, sequences, squared]) * number / len(rows)
-    documents, tokens, targets, sequences, squares = totals.tolist()
+        totals += np.array([len(used), sum(used), trained, sum(length**2 for length in used)]) * number / len(rows)
+    documents, tokens, targets, squares = totals.tolist()
     if not documents:
         return None
-    return DataFacts(int(documents), int(tokens), min(int(targets), int(tokens)), ceil(sequences), squares)
+    sequences = None if recipe.data.packing else ceil(documents)
+    return DataFacts(int(documents), int(tokens), min(int(targets), int(tokens)), sequences, squares)
 
 
-def _sample(files: list[Path], source: Source, function: RowFunction | None) -> tuple[list[Row], str, int]:
+def _sample(source: Source, recipe: Recipe, function: RowFunction | None) -> tuple[list[Row], str, int]:
     """The first rows of a source, their format, and about how many rows it has."""
-    read = rows = first_good_rows(files, _SAMPLE)
+    opened = open_source(source, recipe.output_dir)
+    read = [row for _, row in islice(opened.rows, _SAMPLE)]
+    rows = [row for row in read if isinstance(row, dict)]
+    if not rows:
+        reason = "".join(f": {row.reason}" for row in read[:1] if isinstance(row, BadRow))
+        raise DataError(f"{source.path} holds no rows in split={source.split} that can be read{reason}.")
+    count = len(read)
+    if count == _SAMPLE:  # there may be more
+        number = _count(source_files(source, recipe.output_dir) or [], rows)
+        count = max(count, len(range(number)[split_and_slice(source)[1]]))
+    if function is not None:
+        made = list(_converted(rows, function))
+        if not made:
+            raise DataError(f"{source.path}: data.function makes no row of the first {len(rows)}.")
+        count, rows = ceil(count * len(made) / len(rows)), made
+    return rows, row_format(rows, source), count
+
+
+def _count(files: list[Path], rows: list[Row]) -> int:
+    """About how many rows files have: parquet says it, of others the size does."""
     counts = [count_rows(file) for file in files]
     if None not in counts:
-        count = sum(number or 0 for number in counts)
-    elif len(rows) < _SAMPLE and len(files) == 1:
-        count = len(rows)
-    else:
-        texts = (json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace") for row in rows)
-        row_bytes = sum(len(text) + 2 for text in texts) / len(rows)
-        # Text shrinks to about a quarter under gzip or zstd.
-        size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
-        count = round(size / row_bytes)
-    if function is not None:
-        rows = _converted(rows, function, files[0])
-        count = max(1, round(count * len(rows) / len(read)))
-    return rows, row_format(rows, source), len(range(count)[split_and_slice(source)[1]])
+        return sum(number or 0 for number in counts)
+    texts = (json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace") for row in rows)
+    row_bytes = sum(len(text) + 2 for text in texts) / len(rows)
+    # Text shrinks to about a quarter under gzip or zstd.
+    size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
+    return round(size / row_bytes)
 
 
-def _converted(rows: list[Row], function: RowFunction, file: Path) -> list[Row]:
-    """The rows that a function makes of them. Raises DataError where that is none."""
-    made: list[Row] = []
-    wrong = "it leaves out each of them"
+def _converted(rows: list[Row], function: RowFunction) -> Iterator[Row]:
     for row in rows:
-        try:
-            made += function(row)
-        except ValueError as error:
-            wrong = str(error)  # else reported with its number when the data is prepared
-    if not made:
-        raise DataError(f"{file}: data.function makes no row of the first {len(rows)}: {wrong}.")
-    return made
+        with suppress(ValueError):  # reported with its number when the data is prepared
+            yield from function(row)
 
 
 def _token_counter(tokenizer_file: Path) -> Callable[[str], int]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,11 @@ class Finding:
     refused_from: float | None = None
     """The fraction of a source's rows from which it stops the run: the rows were made wrongly."""
 
-    reported_from: float = 0.0
-    """The fraction of a source's rows from which it is reported: single rows are often meant so."""
-
 
 FINDINGS = {
-    "bad_row": Finding("a row that cannot be read or rendered; dropped (data.on_bad_row=drop)"),
-    "refused": Finding("a row with a finding that data.refuse names; dropped"),
+    "bad_row": Finding(
+        "a row that cannot be read or rendered, or that data.refuse names; dropped (data.on_bad_row=drop)"
+    ),
     "function": Finding("a row that data.function leaves out; dropped"),
     "zero_weight": Finding("a row of weight 0 (`weight`, `loss_weight`, `sample_weight`); dropped"),
     "no_answer": Finding("no answer to train on; dropped"),
@@ -64,7 +63,7 @@ FINDINGS = {
         "text rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:", 0.9
     ),
     "echo": Finding("an answer that begins with its whole question", 0.9),
-    "dialogue": Finding("an answer that contains further turns (User: ... Assistant: ...)", 0.9, reported_from=0.2),
+    "dialogue": Finding("an answer that contains further turns (User: ... Assistant: ...)", 0.9),
     "missing_value": Finding("an answer that is only nan, None or null, as programs write a missing value", 0.5),
     "placeholder": Finding("a placeholder that was never filled in, such as {{name}}", 0.9),
     "no_end": Finding("tokens whose last target is not a special token: the model does not learn from them to stop"),
@@ -109,8 +108,6 @@ class Findings:
         for kind in dict.fromkeys(kind for kind, _ in self.counts):
             counts = {source: count for (of, source), count in sorted(self.counts.items()) if of == kind}
             worst = max(counts, key=lambda source: counts[source] / max(rows_in[source], 1))
-            if counts[worst] < FINDINGS[kind].reported_from * rows_in[worst]:
-                continue
             rows = [(source, row) for source in counts for row in self.rows[kind, source]][:_EXAMPLES]
             found.append(
                 {
@@ -201,7 +198,7 @@ _PATTERNS = (
     ("missing_value", "answers", re.compile(r"\A\s*(?:nan|NaN|NAN|None|null|NULL|<NA>|undefined)\s*\Z")),
     ("dialogue", "replies", re.compile(r"\n(User|Human):(?s:.*)\nAssistant:|\nAssistant:(?s:.*)\n(User|Human):")),
 )
-"""Kind, where to look (`_Texts.of`), and what for."""
+"""Kind, where to look (`_places`), and what for."""
 
 _SHORTEST_ECHO = 20
 """Characters of a question that no answer begins with by chance."""
@@ -217,72 +214,58 @@ _CAN_FOLLOW = {
 }
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """The words of a row, by where a pattern looks for them."""
-
-    texts: list[str]
-    """Every string that a template may write."""
-
-    turns: list[str]
-    """The contents of a conversation."""
-
-    written: list[str]
-    """What people or models wrote; a tool's result is often JSON, which has escapes."""
-
-    pairs: list[tuple[str, str]]
-    """Each answer with the question before it."""
-
-    def of(self, where: str) -> list[str]:
-        """The texts in one of the places that _PATTERNS names."""
-        if where == "not_ascii":
-            return [text for text in self.texts if not text.isascii()]
-        if where == "prose":  # text with line breaks of its own is code, or about it; JSON has escapes of its own
-            return [text for text in self.written if "\n" not in text and text.lstrip()[:1] not in ("{", "[")]
-        if where in ("answers", "replies"):  # an answer without a question may be a whole conversation
-            return [answer for question, answer in self.pairs if question or where == "answers"]
-        return self.turns if where == "turns" else self.texts
-
-
 def found_in_row(example: Example, special_tokens: SpecialTokens, escape: bool) -> list[str]:
     """The kinds of findings of one row; with `escape`, special tokens in it become plain text."""
-
-    def closed(answer: str) -> str:
-        return special_tokens.without_end(answer) if escape else answer
-
+    found: list[str] = []
     if isinstance(example, Text):
-        prompt, answer = example.prompt, closed(example.completion)
-        found = ["end_token"] if answer != example.completion else []
-        words = _Texts([prompt + answer], [], [prompt, answer], [(prompt, answer)])
+        given, beside = [("user", example.prompt), ("assistant", example.completion)], []
     elif isinstance(example, Conversation):
-        messages = example.messages
-        turns = [closed(one["content"]) if one["role"] == "assistant" else one["content"] for one in messages]
-        found = _found_in_turns(messages, turns)
-        written = [one["content"] for one in messages if one["role"] != "tool"]
-        before = ["", *(one["content"] for one in messages)]
-        pairs = [(before[at], one["content"]) for at, one in enumerate(messages) if one["role"] == "assistant"]
-        words = _Texts(turns + _strings_beside(example), turns, written, pairs)
+        given, beside = [(one["role"], one["content"]) for one in example.messages], _strings_beside(example)
+        found = _found_in_turns(example.messages)
     else:
         return []
-    has_special = any(map(special_tokens.found_in, words.texts))
-    if has_special:
+    said = given
+    if escape:
+        said = [(role, special_tokens.without_end(text) if role == "assistant" else text) for role, text in given]
+        found += ["end_token"] if said != given else []
+    contents = [text for _, text in said]
+    is_chat = isinstance(example, Conversation)
+    texts = contents + beside if is_chat else ["".join(contents)]
+    answers = [
+        (before.strip(), text) for (_, before), (role, text) in pairwise([("", ""), *said]) if role == "assistant"
+    ]
+    places = _places(texts, contents if is_chat else [], said, answers)
+    kinds = [kind for kind, where, pattern in _PATTERNS if any(map(pattern.search, places[where]))]
+    if any(len(question) >= _SHORTEST_ECHO and answer.lstrip().startswith(question) for question, answer in answers):
+        kinds.append("echo")
+    if any(map(special_tokens.found_in, texts)):  # and that they are another model's is no news then
         found.append("special_tokens" if escape else "special_tokens_kept")
-    in_words = [] if not has_special else ["rendered"]  # which is no news then
-    for kind, where, pattern in _PATTERNS:
-        if kind not in in_words and any(map(pattern.search, words.of(where))):
-            in_words.append(kind)
-    stripped = [(question.strip(), answer.lstrip()) for question, answer in words.pairs]
-    if any(len(question) >= _SHORTEST_ECHO and answer.startswith(question) for question, answer in stripped):
-        in_words.append("echo")
-    return found + in_words[has_special:]
+        kinds = [kind for kind in kinds if kind != "rendered"]
+    return list(dict.fromkeys(found + kinds))
 
 
-def _found_in_turns(messages: list[Message], contents: list[str]) -> list[str]:
+def _places(
+    texts: list[str], turns: list[str], said: list[tuple[str, str]], answers: list[tuple[str, str]]
+) -> dict[str, list[str]]:
+    """Where the patterns look, of every string that a template may write and of what was said."""
+    written = [text for role, text in said if role != "tool"]  # a tool's result is often JSON, which has escapes
+    return {
+        "texts": texts,
+        "turns": turns,
+        "not_ascii": [text for text in texts if not text.isascii()],
+        # Text with line breaks of its own is code, or about it; JSON has escapes of its own.
+        "prose": [text for text in written if "\n" not in text and text.lstrip()[:1] not in ("{", "[")],
+        "answers": [answer for _, answer in answers],
+        # An answer without a question may be a whole conversation.
+        "replies": [answer for question, answer in answers if question],
+    }
+
+
+def _found_in_turns(messages: list[Message]) -> list[str]:
     kinds = {
         "role_order": not _roles_in_order(messages),
         "empty_turn": any(not message["content"].strip() and not message.get("tool_calls") for message in messages),
         "last_turn": bool(messages) and messages[-1]["role"] != "assistant",
-        "end_token": contents != [message["content"] for message in messages],
     }
     return [kind for kind, is_found in kinds.items() if is_found]
 

@@ -1,6 +1,7 @@
 """Turns rows of the common dataset formats into what is rendered: a conversation, plain text, or tokens.
 
-To add a format, write a function that reads a row and add it to FORMATS; `data.train.format` in sft/recipe/data.py lists the names.
+To add a format, write a function that reads a row and add it to FORMATS. `Source.format` and `Column` in sft/recipe/data.py list the names
+of formats and of their columns.
 """
 
 from __future__ import annotations
@@ -36,11 +37,6 @@ _UNSUPPORTED = {
 _ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 _PREFERENCE_LABELS = ("label", "kto_tag")
 _LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-_RESERVED = (
-    "messages tools documents chat_template tokenize add_generation_prompt continue_final_message "
-    "return_assistant_tokens_mask strftime_now"
-).split()
-"""Variables of a chat template that a row may not set."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +82,8 @@ class Format:
     """A row has all of these."""
 
     optional: set[str]
+    """Columns that it reads too; any other is reported as unread."""
+
     read: Callable[[Row, Data, Source], Example]
     has_completion: bool = False
     """Whether the answer is apart from the prompt, as data.loss_on=completion needs."""
@@ -180,13 +178,9 @@ def row_format(rows: Sequence[Row], source: Source) -> str:
     counts = Counter(name for row in rows for name in row)
     columns = {name for name, count in counts.items() if 2 * count >= len(rows)}
     found = ", ".join(sorted(columns)[:20]) or "none"
-    wanted = Counter(source.columns.values())
-    missing = [name for name in wanted if name not in counts]
+    missing = [name for name in source.columns.values() if name not in counts]
     if missing:
         raise DataError(f"{source.path} has no column {', '.join(missing)}, which `columns` names. Found: {found}.")
-    twice = [name for name, times in wanted.items() if times > 1]
-    if twice:
-        raise DataError(f"`columns` of {source.path} names {twice[0]} twice. Give each a column of its own.")
     ours = set(renamed(dict.fromkeys(columns), source))
     if "response" in ours:
         ours.add("output")
@@ -279,7 +273,7 @@ def _conversation(row: Row, data: Data, turns: Turns, prompt_turns: int = 0) -> 
         trained = [keep and index == last for index, keep in enumerate(trained)]
     if data.reasoning == "drop":
         messages = list(map(message_without_reasoning, messages))
-    return Conversation(messages, _tools(row), trained, _template_arguments(row))
+    return Conversation(messages, _tools(row), trained, _typed(row, "chat_template_kwargs", dict) or {})
 
 
 def _messages(value: Any, name: str) -> Turns:
@@ -318,14 +312,6 @@ def _tool(tool: Any) -> Any:
     if "function" not in tool and "name" in tool:
         tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
     return {"type": "function"} | tool if "function" in tool else tool
-
-
-def _template_arguments(row: Row) -> dict[str, Any]:
-    arguments: dict[str, Any] = _typed(row, "chat_template_kwargs", dict) or {}
-    reserved = sorted(name for name in arguments if name in _RESERVED or name.endswith("_token"))
-    if reserved:
-        raise ValueError(f"`chat_template_kwargs` sets {', '.join(reserved)}, which a row may not set")
-    return arguments
 
 
 def check_format(source: Source, format: str, data: Data) -> None:

@@ -18,13 +18,6 @@ from sft.errors import DataError
 from sft.recipe.schema import Data
 
 _TOO_LONG = ("too_long", "targets_past_max_length")
-_TOO_LONG_WORDS = {
-    "drop": ("are longer than", "truncate or split"),
-    "truncate": ("have no target token within", "split"),
-    "split": ("have no target token within", "drop"),
-}
-"""By data.overlong: what the rows that it drops have in common, and what to set instead."""
-
 MEANT = ("duplicate", "held_out", "not_drawn", "zero_weight", "function")
 """Reasons for dropping a row that are not faults."""
 
@@ -127,10 +120,9 @@ def check_limits(ledger: dict[str, Any], data: Data) -> None:
         )
     too_long = sum(dropped.get(reason, 0) for reason in _TOO_LONG)
     if too_long > data.max_overlong_fraction * rows["in"]:
-        longer, other = _TOO_LONG_WORDS[data.overlong]
         raise DataError(
-            f"{too_long} of {rows['in']} rows ({too_long / rows['in']:.1%}) {longer} data.max_length={data.max_length}, more than "
-            f"data.max_overlong_fraction={data.max_overlong_fraction:g} allows. Raise data.max_length, set data.overlong to {other}, or "
+            f"{too_long} of {rows['in']} rows ({too_long / rows['in']:.1%}) are too long for data.max_length={data.max_length}, more than "
+            f"data.max_overlong_fraction={data.max_overlong_fraction:g} allows. Raise data.max_length, set data.overlong=split, or "
             f"raise the limit.\n{histogram(ledger)}"
         )
     faults = {reason: count for reason, count in dropped.items() if reason not in (*_TOO_LONG, *MEANT)}

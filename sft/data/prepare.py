@@ -27,7 +27,8 @@ from sft.data.formats import check_format, row_format, unread_columns
 from sft.data.ledger import make_ledger
 from sft.data.mixture import Mixture, mix
 from sft.data.packing import pack
-from sft.data.prepared import Prepared, entry_folder, find_prepared
+from sft.data.prepared import Prepared, entry_folder, find_prepared, hash_of
+from sft.data.readers import BadRow
 from sft.data.sources import all_sources, open_source, place, under_key
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
@@ -126,12 +127,7 @@ class _Preparation:
 
     def __init__(self, recipe: Recipe, tokenizer: Any, folder: Path, workers: int) -> None:
         self.recipe, self.folder, self.workers = recipe, folder, workers
-        functions = {
-            number: function
-            for number, (key, source) in enumerate(all_sources(recipe))
-            if (function := row_function(recipe, key, source)) is not None
-        }
-        self.maker = DocumentMaker(recipe.data, tokenizer, functions)
+        self.maker = DocumentMaker(recipe.data, tokenizer)
         self.findings = Findings()
         # Of each source:
         self.names: list[str] = []
@@ -147,7 +143,6 @@ class _Preparation:
             for number, (key, source) in enumerate(all_sources(recipe)):
                 with under_key(key):
                     self._read(number, key, source, writer)
-            digests = writer.digests()
         documents = DocumentStore.open(self.folder).documents
         mixture = mix(documents, recipe.sources, recipe.data)
         if recipe.data.held_out is not None and len(documents) and not mixture.held_out.any():
@@ -160,7 +155,8 @@ class _Preparation:
         lengths = documents["length"][train.members].astype(float)
         packs = len(train) if recipe.data.packing else None
         ledger = make_ledger(self.names, self.formats, self.counts, documents, mixture, packs, recipe.sequence_length)
-        parts = [*digests.values(), train.digest(), held_out.digest()]
+        digests = [hash_of(self.folder / f"{name}.bin") for name in ("tokens", "trained", "documents")]
+        parts = [*digests, train.digest(), held_out.digest()]
         files = sorted(file.name for file in self.folder.iterdir())
         return {
             "fingerprint": sha256("".join(parts).encode()).hexdigest(),
@@ -178,11 +174,12 @@ class _Preparation:
 
     def _read(self, number: int, key: str, source: Source, writer: DocumentWriter) -> None:
         """Turn the rows of one source into documents."""
-        opened = open_source(source, self.recipe.output_dir)
+        opened = open_source(source, self.recipe.output_dir, row_function(self.recipe, key, source))
         head = list(islice(opened.rows, _FIRST_ROWS))
-        good, bad = self.maker.first_rows(number, head)
+        good = [row for _, row in head if isinstance(row, dict)]
         if not good:
-            reason = f": none of its first {len(bad)} rows can be read ({bad[0]})" if bad else ""
+            bad = next((row.reason for _, row in head if isinstance(row, BadRow)), None)
+            reason = f": none of its first {len(head)} rows can be read ({bad})" if bad else ""
             raise DataError(f"{source.path} holds no rows in split={source.split}{reason}.")
         format = row_format(good, source)
         self._check_format(source, format)
@@ -203,7 +200,8 @@ class _Preparation:
                     self.findings.merge(chunk.findings)
                     progress.update(chunk.counts.rows_in)
             except RowError as error:
-                raise DataError(f"{place(source.path, opened.file_starts, error.row)}: {error.reason}.") from None
+                where = place(source.path, opened.file_starts, error.row)
+                raise DataError(f"{where}: {error.reason}. {error.remedy}") from None
 
     def _check_format(self, source: Source, format: str) -> None:
         check_format(source, format, self.recipe.data)

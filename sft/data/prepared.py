@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sft.data.facts import DataFacts
 from sft.data.readers import suffix_of
 from sft.data.sources import all_sources, source_files, under_key
 from sft.data.tokenizer import find_chat_template
 from sft.files import checksum
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts
 from sft.hub.names import hub_commit
 from sft.recipe.local_code import code_hashes
@@ -29,9 +29,6 @@ from sft.recipe.schema import Recipe, Source
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "chat_templates/*.jinja")
-_END = 2**20
-"""Bytes that are compared at each end of a file if there is no time for all of it."""
-
 _LIMITS = {"allow", "max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
 """Keys that judge the prepared data and do not change it."""
 
@@ -89,31 +86,31 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
 
     Raises DataError where a source does not exist.
     """
-    return Path(recipe.output_dir).expanduser().resolve() / ".prepared" / _key(recipe, model, _hash_of)
+    return Path(recipe.output_dir).expanduser().resolve() / ".prepared" / _key(recipe, model, hash_of)
 
 
 def data_key(recipe: Recipe, model: ModelFacts) -> str:
-    """What nodes compare before they train together: the key of an entry, but of data files only the size and both ends count.
+    """What nodes compare before they train together: the key of an entry, but of data files only the size counts.
 
     Raises DataError where a source does not exist.
     """
-    return _key(recipe, model, _hash_of_ends)
+    return _key(recipe, model, lambda file: str(file.stat().st_size))
 
 
-def _key(recipe: Recipe, model: ModelFacts, hash_of: Callable[[Path], str]) -> str:
+def _key(recipe: Recipe, model: ModelFacts, hash_data: Callable[[Path], str]) -> str:
     folder, template = Path(model.path), recipe.model.chat_template
     files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
     sources: list[Any] = []
     for key, source in all_sources(recipe):
         with under_key(key):
-            sources.append([key, source.model_dump(mode="json"), _content(source, recipe.output_dir, hash_of)])
+            sources.append([key, source.model_dump(mode="json"), _content(source, recipe.output_dir, hash_data)])
     package = Path(__file__).parents[1]
     code = sorted(file for name in ("data", "hub") for file in (package / name).glob("*.py"))
     parts = {
         # pack_length None and max_length are the same packs.
         "data": recipe.data.model_dump(mode="json", exclude=_LIMITS) | {"pack_length": recipe.sequence_length},
         "sources": sources,
-        "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
+        "tokenizer": {file.name: hash_of(file) for file in files if not file.name.endswith(".index.json")},
         "model": None if folder.is_dir() else [model.path, model.commit or _this_start()],
         "chat_template": find_chat_template(template) if template else None,
         "tokens": recipe.model.model_dump(
@@ -121,16 +118,16 @@ def _key(recipe: Recipe, model: ModelFacts, hash_of: Callable[[Path], str]) -> s
         ),
         "functions": code_hashes(recipe, "data"),
         "packages": {name: version(name) for name in _PACKAGES},
-        "code": {str(file.relative_to(package)): _hash_of(file) for file in code},
+        "code": {str(file.relative_to(package)): hash_of(file) for file in code},
     }
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _content(source: Source, output_dir: str, hash_of: Callable[[Path], str]) -> Any:
+def _content(source: Source, output_dir: str, hash_data: Callable[[Path], str]) -> Any:
     files = source_files(source, output_dir)
     if files is None:
         return hub_commit(source) or _this_start()
-    return [(str(file), suffix_of(file), hash_of(file)) for file in files]
+    return [(str(file), suffix_of(file), hash_data(file)) for file in files]
 
 
 def _this_start() -> str:
@@ -138,21 +135,13 @@ def _this_start() -> str:
     return os.environ.setdefault("SFT_START", uuid4().hex)
 
 
-def _hash_of(file: Path) -> str:
+def hash_of(file: Path) -> str:
+    """SHA-256 of a file, computed once in a process for each state of it."""
     state = file.stat()
     return _hash_once(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
 
 
 @cache
 def _hash_once(file: Path, *state: int) -> str:
-    """The hash of a file, once in a process for each state of it."""
     with file.open("rb") as content:
         return file_digest(content, "sha256").hexdigest()
-
-
-def _hash_of_ends(file: Path) -> str:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        start = content.read(_END)
-        content.seek(max(0, size - _END))
-        return sha256(str(size).encode() + start + content.read(_END)).hexdigest()

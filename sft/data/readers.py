@@ -1,11 +1,11 @@
 """Reads the rows of one data file.
 
-| suffix          | content                                                                |
-|-----------------|------------------------------------------------------------------------|
-| .jsonl          | one JSON object per line; also one array                               |
-| .json           | an array of objects, one object per line, or objects one after another |
+| suffix          | content                                                                 |
+|-----------------|-------------------------------------------------------------------------|
+| .jsonl          | one JSON object per line; also one array                                |
+| .json           | an array of objects, one object, or one object per line                 |
 | .csv            | a header, then one record per row; separated by comma, semicolon or tab |
-| .parquet .arrow | columns; of Arrow both the stream and the file format                  |
+| .parquet .arrow | columns; of Arrow both the stream and the file format                   |
 
 Text files may be compressed (.gz, .zst). Strings stay strings: `datasets` and pandas would read "2024-01-02" as a date, "00712"
 as a number and "NA" as null.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,19 +36,6 @@ _BATCH = 1000
 
 _LONGEST_FIELD = 2**28
 """Characters of one CSV field."""
-
-_SIGNATURES = {
-    b"\x1f\x8b": (".gz", "gzip-compressed"),
-    b"\x28\xb5\x2f\xfd": (".zst", "zstd-compressed"),
-    b"PAR1": (".parquet", "a parquet file"),
-    b"ARROW1": (".arrow", "an Arrow file"),
-    b"\xff\xff\xff\xff": (".arrow", "an Arrow file"),
-    b"PK\x03\x04": ("", "a zip archive: unpack it"),
-    b"\xff\xfe": ("", "UTF-16 text: save it as UTF-8"),
-    b"\xfe\xff": ("", "UTF-16 text: save it as UTF-8"),
-    b"version https://git-lfs": ("", "only a Git LFS pointer: fetch the file itself with `git lfs pull`"),
-}
-"""How a file that is not plain text starts: the suffix it should have, and what it is."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +67,15 @@ def read_rows(file: Path) -> Iterator[Row | BadRow]:
             head = start.read(64)
         if not head:
             return
-        _check_signature(file, head)
+        if head.startswith(b"version https://git-lfs"):
+            raise DataError(f"{file} is only a Git LFS pointer: fetch the file itself with `git lfs pull`.")
         if suffix in (".parquet", ".arrow"):
             yield from _columnar_rows(file)
             return
         with _open_text(file) as stream:
             if stream.peek(3).startswith(_BOM):
                 stream.read(3)
-            yield from _csv_rows(stream, file) if suffix == ".csv" else _json_rows(stream, file, suffix)
+            yield from _csv_rows(stream, file) if suffix == ".csv" else _json_rows(stream, suffix)
     except FileNotFoundError:
         raise DataError(f"There is no file {file}.") from None
     except UnicodeDecodeError as error:
@@ -97,13 +84,6 @@ def read_rows(file: Path) -> Iterator[Row | BadRow]:
         ) from None
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise DataError(f"{file} cannot be read as {suffix[1:]}: {error}.") from None
-
-
-def _check_signature(file: Path, head: bytes) -> None:
-    """Refuse a file whose content is of another kind than its name says."""
-    for start, (suffix, what) in _SIGNATURES.items():
-        if head.startswith(start) and suffix != file.suffix.lower():
-            raise DataError(f"{file} is {what}" + (f": give its name the suffix {suffix}." if suffix else "."))
 
 
 def _open_text(file: Path) -> BufferedReader:
@@ -120,14 +100,13 @@ def _open_text(file: Path) -> BufferedReader:
 
 # JSON
 
-_decode = json.JSONDecoder().raw_decode
-_START = re.compile(r"[^\s,]")
 
-
-def _json_rows(stream: BufferedReader, file: Path, suffix: str) -> Iterator[Row | BadRow]:
+def _json_rows(stream: BufferedReader, suffix: str) -> Iterator[Row | BadRow]:
     first = stream.readline()
     if first.lstrip().startswith(b"[") or (suffix == ".json" and not _is_json(first)):
-        yield from _values((first + stream.read()).decode().strip(), file)
+        value = json.loads((first + stream.read()).decode())
+        values = value if isinstance(value, list) else [value]
+        yield from (_object(one, f"row {number}") for number, one in enumerate(values, start=1))
         return
     for number, line in enumerate(chain([first], stream), start=1):
         record = line.removeprefix(_BOM).strip()  # concatenated files have the mark inside
@@ -158,22 +137,6 @@ def _object(value: Any, where: str) -> Row | BadRow:
     return BadRow(f"{where} is of type {type(value).__name__}, not an object with columns")
 
 
-def _values(text: str, file: Path) -> Iterator[Row | BadRow]:
-    """The objects of an array, or objects over several lines; one at a time, since they need far more memory than their text."""
-    if text.startswith("["):
-        if not text.endswith("]"):
-            raise DataError(f"{file} does not end where its array does: {text[-40:]!r}. Correct the file there.")
-        text = f" {text[1:-1]}"
-    position, number = 0, 0
-    while start := _START.search(text, position):
-        number += 1
-        try:
-            value, position = _decode(text, start.start())
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file}, row {number}, cannot be read: {error}. Correct the file there.") from None
-        yield _object(value, f"row {number}")
-
-
 # CSV
 
 
@@ -184,7 +147,8 @@ def _csv_rows(stream: BufferedReader, file: Path) -> Iterator[Row | BadRow]:
         # Strict, or a quote that is never closed would make the rest of the file one field.
         records = csv.reader(chain([first], text), strict=True, delimiter=_delimiter(first))
         try:
-            header = _header(next(records), file)
+            header = next(records)
+            _refuse_repeated(header, file)
             for fields in records:
                 if len(fields) == len(header):
                     yield dict(zip(header, fields, strict=True))
@@ -205,16 +169,6 @@ def _delimiter(header: str) -> str:
     """
     fields = {delimiter: len(next(csv.reader([header], delimiter=delimiter), [])) for delimiter in ",;\t|"}
     return "," if fields[","] > 1 else max(fields, key=lambda delimiter: fields[delimiter])
-
-
-def _header(names: list[str], file: Path) -> list[str]:
-    unnamed = [number for number, name in enumerate(names or [""], start=1) if not name.strip()]
-    if unnamed:
-        raise DataError(
-            f"{file}: column {unnamed[0]} of the header has no name. Name it, or leave it out (pandas: to_csv(index=False))."
-        )
-    _refuse_repeated(names, file)
-    return names
 
 
 def _refuse_repeated(names: list[str], file: Path) -> None:

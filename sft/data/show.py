@@ -103,32 +103,20 @@ def _decoded(ids: np.ndarray, start: int, stop: int, tokenizer: Any) -> str:
 
 
 def print_ledger(ledger: dict[str, Any]) -> None:
-    """Print the ledger as a table with a column for each source."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+    """Print the ledger: a line for each count, a column for each source."""
     accounts = ledger["sources"] + ([ledger["total"]] if len(ledger["sources"]) > 1 else [])
-    table = Table(title="Token ledger", title_justify="left", box=SIMPLE, title_style="bold")
-    table.add_column("", no_wrap=True)
-    for account in accounts:
-        table.add_column(escape(visible_line(account["source"])), justify="right", overflow="fold")
-    table.add_row("format", *(account["format"] or "" for account in accounts))
+    print("Token ledger")
+    for number, account in enumerate(accounts, start=1):
+        format = f" ({account['format']})" if account["format"] else ""
+        print(visible_line(f"  column {number}: {account['source']}{format}"))
     columns = [_ledger_column(account) for account in accounts]
     for label in dict.fromkeys(label for column in columns for label in column):
         values = [column.get(label, 0) for column in columns]
-        if any(values) or label in _ALWAYS_SHOWN:
-            table.add_row(label, *(f"{value:,}" for value in values))
-    table.add_row("share of the tokens", *(f"{account['share']:.1%}" for account in accounts))
-    console = Console() if sys.stdout.isatty() else Console(width=max(80, 50 + 24 * len(accounts)))
-    console.print(table)
+        if any(values):
+            print(f"  {label:<36}" + "".join(f"{value:>16,}" for value in values))
+    print(f"  {'share of the tokens':<36}" + "".join(f"{account['share']:>16.1%}" for account in accounts))
     if packing := ledger["packing"]:
-        line = f"{packing['packs']:,} packs, {packing['fill']:.2%} full, {packing['padding']:,} tokens of padding"
-        console.print(line, highlight=False)
-
-
-_ALWAYS_SHOWN = ("rows in", "rows used", "tokens in", "tokens trained", "tokens masked")
+        print(f"{packing['packs']:,} packs, {packing['fill']:.2%} full, {packing['padding']:,} tokens of padding")
 
 
 def _ledger_column(account: dict[str, Any]) -> dict[str, int]:

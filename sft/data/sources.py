@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +16,11 @@ from sft.errors import DataError
 from sft.hub.demo import make_demo
 from sft.hub.names import BUILTIN, SUFFIXES, hub_answers, hub_commit, hub_id_problem, is_on_hub, is_pattern
 from sft.recipe.load import find_file
+from sft.recipe.local_code import RowFunction
 from sft.recipe.schema import Recipe, Source
 
 _METADATA = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
 """What `save_to_disk` writes beside its data."""
-
-_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
-    ("validation", "valid", "val", "development", "dev", "evaluation", "eval"), "validation"
-)
-"""Words for a split in file names, and its name on the hub."""
 
 
 @contextmanager
@@ -115,76 +110,53 @@ def _matches(path: Path) -> list[Path]:
 
 
 def _folder(path: Path, split: str) -> list[Path]:
-    """The files of one split in a folder, or, as in downloaded datasets, in one folder below it."""
-    files = _data_files(path, "**/*")
-    if not files:
+    """The files of one split in a folder, where `datasets` finds it: by the names of files and folders."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    every = _data_files(path, "**/*")
+    if not every:
         raise DataError(f"the folder {path} holds no data file. Use one of {', '.join(SUFFIXES)}.")
-    inside = {file: file.relative_to(path) for file in files}
-    folders = {at.parent.parent if _split_named(at.parent.name) else at.parent for at in inside.values()}
-    if len(folders) > 1:
-        found = ", ".join(sorted(map(str, folders))[:9])
-        raise DataError(f"{path} holds data in several folders ({found}). Name one, or a pattern ({path}/**/*.jsonl).")
-    splits = {file: _split_named(at.parent.name) or _split_named(at.name.split(".")[0]) for file, at in inside.items()}
-    names = {name for name in splits.values() if name}
-    if split == "train" and names <= {"train"}:
-        return files
-    if None in splits.values():
-        others = ", ".join(file.name for file, name in splits.items() if name not in (None, "train")) or "train"
+    base = str(path.resolve())
+    listed = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    found = {name: {path / Path(file).relative_to(base) for file in files} for name, files in listed.items()}
+    if split not in found:
+        raise DataError(f"the folder {path} has no split `{split}`. It has: {', '.join(found)}. Set `split` to one.")
+    name_one = f"Name the file or the folder to train on, or a pattern such as {path}/train*."
+    if unnamed := [file for file in every if not any(file in files for files in found.values())]:
         raise DataError(
-            f"the folder {path} holds files of several splits ({others} among them) and files of none. Name the file to train on, or a "
-            f"pattern such as {path}/train*."
+            f"the folder {path} holds files of several splits, and {unnamed[0].name} is of none. {name_one}"
         )
-    chosen = [file for file, name in splits.items() if name == _SPLITS.get(split, split)]
-    if not chosen:
-        raise DataError(
-            f"the folder {path} has no split `{split}`. It has: {', '.join(sorted(names))}. Set `split` to one."
-        )
+    chosen = [file for file in every if file in found[split]]
+    if len(folders := sorted({file.parent.name for file in chosen})) > 1:
+        raise DataError(f"the folder {path} holds data in several folders: {', '.join(folders)}. {name_one}")
     return chosen
-
-
-def _split_named(name: str) -> str | None:
-    """The split that a file or folder name says.
-
-    >>> _split_named("train_sft-00000-of-00003"), _split_named("my-dev"), _split_named("attestation")
-    ('train_sft', 'validation', None)
-    """
-    if shard := re.fullmatch(r"(.+)-\d{5}-of-\d{5}(-\w+)?", name):
-        # `save_to_disk` names the shards of every split `data`.
-        return None if shard[1] == "data" else _SPLITS.get(shard[1], shard[1])
-    word = re.search(rf"(?<![a-z])({'|'.join(_SPLITS)})(?![a-z])", name.lower())
-    return _SPLITS[word[1]] if word else None
 
 
 def _saved_dataset(path: Path, split: str) -> list[Path]:
     """The files of a folder that `save_to_disk` wrote; none of another folder."""
-    splits, state = path / "dataset_dict.json", path / "state.json"
-    if not splits.is_file() and not state.is_file():
+    if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
         return []
-    try:
-        if splits.is_file():
-            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
-            if split in names:
-                return local_files(path / split)
-            raise DataError(f"{path} has no split `{split}`. It has: {', '.join(names)}.")
-        files = [path / part["filename"] for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path} was not saved by `save_to_disk` of datasets: {error}.") from None
-    if split != "train":
-        raise DataError(f"{path} is one saved dataset and has no split `{split}`. Leave `split` out.")
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{path} lacks {', '.join(missing)}, which its state.json lists. Copy the folder again.")
-    return files
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    if split not in splits:
+        raise DataError(f"{path} has no split `{split}`. It has: {', '.join(splits)}.")
+    return [Path(file["filename"]) for file in splits[split].cache_files]
 
 
 # Rows
 
 
+Numbered = tuple[int, Row | BadRow | None]
+"""A row with its number in its source, from 1; None: data.function leaves it out."""
+
+
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of one source, numbered from 1."""
+    """The rows of one source."""
 
-    path: str
-    rows: Iterator[tuple[int, Row | BadRow]]
+    rows: Iterator[Numbered]
     file_starts: list[tuple[int, str]]
     """For each file opened so far: the number of rows before it, and its name."""
 
@@ -201,11 +173,11 @@ def place(path: str, file_starts: list[tuple[int, str]], row: int) -> str:
     return f"{name}, row {row - before}"
 
 
-def open_source(source: Source, output_dir: str) -> SourceRows:
-    """Open a source. Raises DataError where it does not exist or cannot be read; also while its rows are taken."""
+def open_source(source: Source, output_dir: str, function: RowFunction | None = None) -> SourceRows:
+    """Open a source, whose rows go through a function. Raises DataError where it cannot be read; also while its rows are taken."""
     files = source_files(source, output_dir)
     if files is None:
-        return SourceRows(source.path, enumerate(_hub_rows(source), start=1), [])
+        return SourceRows(_converted(enumerate(_hub_rows(source), start=1), function), [])
     starts: list[tuple[int, str]] = []
 
     def rows() -> Iterator[tuple[int, Row | BadRow]]:
@@ -217,22 +189,19 @@ def open_source(source: Source, output_dir: str) -> SourceRows:
                 yield number, row
 
     wanted = split_and_slice(source)[1]
-    return SourceRows(source.path, islice(rows(), wanted.start, wanted.stop), starts)
+    return SourceRows(_converted(islice(rows(), wanted.start, wanted.stop), function), starts)
 
 
-def first_good_rows(files: list[Path], count: int) -> list[Row]:
-    """The readable ones of the first `count` rows of the first file that has any.
-
-    Raises DataError where there is none.
-    """
-    for file in files:
-        rows = list(islice(read_rows(file), count))
-        good = [row for row in rows if not isinstance(row, BadRow)]
-        if good:
-            return good
-        if rows and isinstance(rows[0], BadRow):
-            raise DataError(f"{file}: none of its first rows can be read: {rows[0].reason}. Correct the file.")
-    raise DataError(f"{', '.join(map(str, files[:3]))} holds no rows.")
+def _converted(rows: Iterator[tuple[int, Row | BadRow]], function: RowFunction | None) -> Iterator[Numbered]:
+    """What a function makes of each row: one, several or none."""
+    for number, row in rows:
+        made: list[Row | BadRow | None] = [row]
+        if function is not None and not isinstance(row, BadRow):
+            try:
+                made = [*function(row)] or [None]
+            except ValueError as error:
+                made = [BadRow(str(error))]
+        yield from ((number + ROWS * place, one) for place, one in enumerate(made))
 
 
 def _hub_rows(source: Source) -> Iterator[Row]:

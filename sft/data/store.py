@@ -42,7 +42,6 @@ class DocumentWriter:
 
     def __init__(self, folder: Path) -> None:
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in _ARRAYS}
-        self._digests = {name: sha256() for name in _ARRAYS}
 
     def __enter__(self) -> DocumentWriter:
         return self
@@ -55,13 +54,7 @@ class DocumentWriter:
     def write(self, tokens: np.ndarray, trained: np.ndarray, documents: np.ndarray) -> None:
         """Append documents: the token ids of all, one after another, the loss mask, and a DOCUMENT record for each."""
         for (name, dtype), array in zip(_ARRAYS.items(), (tokens, trained, documents), strict=True):
-            data = array.astype(dtype, copy=False).tobytes()
-            self._files[name].write(data)
-            self._digests[name].update(data)
-
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of each file so far."""
-        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+            self._files[name].write(array.astype(dtype, copy=False).tobytes())
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,6 @@ from sft.data.conversation import Message
 from sft.data.render import ANSWER, QUESTION, ChatRenderer, Rendered
 from sft.errors import ModelError
 
-_HEADERS = re.compile(r"<\|(?:im_start|start_header_id|end_header_id|begin_of_text)\|>|<start_of_turn>")
-"""What families write as single tokens only; `<|user|>` and the like are plain text in some."""
-
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _CORRECT = "Correct model.chat_template, or name another."
 
@@ -63,8 +60,8 @@ def _sample(renderer: ChatRenderer, count: int, *first: Message) -> tuple[str, l
     return text, turns
 
 
-def _check_sample(text: str, turns: list[_Turn], bos_token: str) -> None:
-    """Check that the turns are the answers, each written once, prompted as trained, under a header of their own."""
+def _check_sample(text: str, turns: list[_Turn]) -> None:
+    """Check that the turns are the answers, each written once and prompted as trained."""
     endings = [turn.ending for turn in turns]
     same = all(endings) and len(set(endings[:-1])) <= 1 and not any(ANSWER in ending for ending in endings)
     if not same or any(QUESTION in turn.trained for turn in turns):
@@ -88,23 +85,12 @@ def _check_sample(text: str, turns: list[_Turn], bos_token: str) -> None:
                 f"writes {prompted!r}: the model would never be prompted as it was trained. Correct add_generation_prompt in "
                 "model.chat_template, or name another."
             )
-    # A template that separates turns by a token is fine.
-    header = _between(text, f"{ANSWER}1", f"{QUESTION}2").removeprefix(endings[0]).removeprefix(bos_token)
-    if any(map(str.isalnum, header)) and _between(text, f"{QUESTION}2", f"{ANSWER}2").endswith(header):
-        raise ModelError(
-            f"The chat template writes {header!r} before questions and before answers: the model cannot see who speaks. {_CORRECT}"
-        )
-
-
-def _between(text: str, left: str, right: str) -> str:
-    return text.partition(left)[2].partition(right)[0]
 
 
 def checked_sample(renderer: ChatRenderer) -> tuple[str, list[_Turn]]:
     """Check a template on samples; returns the one of three questions.
 
-    Raises ModelError where its trained turns are not the answers, differ from what the model is prompted with, or questions and answers
-    have one header.
+    Raises ModelError where its trained turns are not the answers, or differ from what the model is prompted with.
     """
     try:
         samples = [_sample(renderer, 3), _sample(renderer, 1)]
@@ -113,7 +99,7 @@ def checked_sample(renderer: ChatRenderer) -> tuple[str, list[_Turn]]:
     with suppress(ValueError):  # not every template knows a system message; a row that has one says so
         samples.append(_sample(renderer, 1, _SYSTEM))
     for text, turns in samples:
-        _check_sample(text, turns, renderer.special_tokens.get("bos_token", ""))
+        _check_sample(text, turns)
     return samples[0]
 
 
@@ -139,20 +125,6 @@ def end_of_turn(tokenizer: Any) -> int:
     if beginning == [tokenizer.bos_token_id] * 2:
         raise ModelError(f"The chat template begins a conversation with {tokenizer.bos_token} twice. {_CORRECT}")
     return int(ids[-1])
-
-
-def note_on_headers(tokenizer: Any) -> str | None:
-    """A warning about headers that the chat template writes for another family's tokenizer; None if there are none."""
-    if tokenizer.chat_template is None:
-        return None
-    written = dict.fromkeys(_HEADERS.findall(_sample(ChatRenderer(tokenizer), 1)[0]))
-    missing = [name for name in written if name not in tokenizer.get_vocab()]
-    if not missing:
-        return None
-    return (
-        f"Note: the chat template writes {', '.join(missing)}, for which this tokenizer has no token: it reads them as plain text. The "
-        "template may belong to another model. Name another in model.chat_template, or add the tokens with model.new_tokens."
-    )
 
 
 # What a rendered row must hold

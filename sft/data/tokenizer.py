@@ -46,13 +46,8 @@ def find_chat_template(name: str) -> str:
         raise ModelError(f"model.chat_template={name}: the file cannot be read as UTF-8 text: {error}.") from None
 
 
-def load_tokenizer(recipe: Recipe) -> Any:
-    """A transformers tokenizer with what the recipe says of it.
-
-    `eos_token` is the end of the assistant's turn if there is a chat template, `pad_token` is another token, and padding is on the
-    right, so that position ids start at 0 as they did in pretraining. Raises ModelError where it cannot be loaded, or lacks something
-    that the recipe does not name.
-    """
+def read_tokenizer(recipe: Recipe) -> Any:
+    """The model's tokenizer as it is. Raises ModelError where it cannot be loaded."""
     from transformers import AutoTokenizer
 
     model, path = recipe.model, model_path(recipe)
@@ -74,6 +69,17 @@ def load_tokenizer(recipe: Recipe) -> Any:
         raise ModelError(
             f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs."
         )
+    return tokenizer
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """A transformers tokenizer with what the recipe says of it.
+
+    `eos_token` is the end of the assistant's turn if there is a chat template, `pad_token` is another token, and padding is on the
+    right, so that position ids start at 0 as they did in pretraining. Raises ModelError where it cannot be loaded, or lacks something
+    that the recipe does not name.
+    """
+    model, tokenizer = recipe.model, read_tokenizer(recipe)
     _add_new_tokens(tokenizer, recipe)
     for key in ("eos_token", "pad_token"):
         token = getattr(model, key)

@@ -12,14 +12,12 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 
 from sft.data.documents import Chunk, DocumentMaker
-from sft.data.readers import BadRow, Row
+from sft.data.sources import Numbered
 from sft.errors import RunError
 from sft.program import end_with_parent, shown_command
 from sft.recipe.schema import Source
 
 CHUNK_ROWS = 500
-
-Numbered = tuple[int, Row | BadRow]
 
 _maker: DocumentMaker
 """Set before the workers are forked, which find it in their memory."""

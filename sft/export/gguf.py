@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -21,8 +20,11 @@ from sft.export.source import Exported, read_config
 CONVERTER = "convert_hf_to_gguf.py"
 GGUF = "model.gguf"
 _OUTTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-_PACKAGES = {"google": "protobuf", "mistral_common": "mistral-common"}
-"""Names on the package index of modules that are called otherwise."""
+_REMEDIES = (
+    f"Install a module that is missing: {sys.executable} -m pip install sentencepiece (google is protobuf). A tokenizer.model that is "
+    "missing lies in the base model's folder: copy it into final/ and add --accept-edits. A tokenizer trained from scratch, as the demo's "
+    f"is, needs {llama_cpp.PACKAGE} for its comparison. Or use --to vllm or --to merged."
+)
 _OPTIONS = {
     "temperature": "--temp",
     "top_k": "--top-k",
@@ -146,29 +148,15 @@ def _begins_with_bos(tokenizer: Any) -> bool:
 
 def _run(converter: Path, folder: Path, target: Path, *options: str) -> None:
     done = _start([str(converter)], folder, target, *options)
-    unknown, sentencepiece = _UNKNOWN in done.stderr, _is_sentencepiece(folder)
-    named = llama_cpp.is_installed() and (converter.parent / "conversion").is_dir()
-    if unknown and not sentencepiece and named:
+    byte_fallback = (read_config(folder, "tokenizer.json").get("model") or {}).get("byte_fallback")
+    can_compare = llama_cpp.is_installed() and (converter.parent / "conversion").is_dir()
+    if _UNKNOWN in done.stderr and not byte_fallback and can_compare:
         # The converter knows tokenizers by a checksum of what they make of one text. llama.cpp itself compares the tokens afterwards.
         done = _start(["-c", _NAMED, _pre_tokenizer(folder), str(converter)], folder, target, *options)
     if done.returncode == 0 and target.is_file():
         return
     last = ((done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"])[-1]
-    remedy = "Use --to vllm or --to merged."
-    if missing := re.search(r"No module named '(\w+)", last):
-        package = _PACKAGES.get(missing[1], missing[1])
-        remedy = f"Install the package that it needs: {sys.executable} -m pip install {package}."
-    elif "tokenizer.model" in last or (unknown and sentencepiece):
-        remedy = (
-            "It reads this vocabulary from tokenizer.model, which transformers 5 does not save: copy the base model's into final/ and "
-            "add --accept-edits. Or use --to vllm or --to merged."
-        )
-    elif unknown:
-        remedy = (
-            "It knows the tokenizers of published models. To have one trained from scratch, as the demo's is, converted and compared by "
-            f"llama.cpp, install that: {sys.executable} -m pip install {llama_cpp.PACKAGE}. Or use --to vllm or --to merged."
-        )
-    raise ExportError(f"{converter} ended with status {done.returncode}: {last}. Nothing was exported. {remedy}")
+    raise ExportError(f"{converter} ended with status {done.returncode}: {last}. Nothing was exported. {_REMEDIES}")
 
 
 def _start(words: list[str], folder: Path, target: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -186,10 +174,6 @@ def _pre_tokenizer(folder: Path) -> str:
     """llama.cpp's name of the pre-tokenizer that a tokenizer trained from scratch most likely has."""
     splits = json.dumps(read_config(folder, "tokenizer.json").get("pre_tokenizer"))
     return "llama-bpe" if "{1,3}" in splits else "qwen2" if "(?i:" in splits else "gpt-2"
-
-
-def _is_sentencepiece(folder: Path) -> bool:
-    return bool((read_config(folder, "tokenizer.json").get("model") or {}).get("byte_fallback"))
 
 
 def _fault(folder: Path, tokenizer: Any, quants: Any, reader: Any) -> str | None:

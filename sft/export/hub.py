@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,14 +34,6 @@ _BRANCH = re.compile(r"[A-Za-z0-9](?:[\w./-]*\w)?")
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json"]
 """Weights of an earlier upload go in the commit that brings new ones: shards of two models would be one folder."""
 
-_REMEDIES = {
-    401: "the token is not valid. Log in again (hf auth login) or set HF_TOKEN",
-    403: "the token may not write there. Use one that may: https://huggingface.co/settings/tokens",
-    404: "the repository does not exist, or the token does not see it",
-    413: "a file is too large",
-    429: "too many requests. Try again in some minutes",
-}
-
 
 def upload(run: Run, arguments: argparse.Namespace) -> None:
     """Check, list and upload, as the command line says. Raises UserError where something is wrong, or the hub does not take it."""
@@ -57,7 +48,9 @@ def upload(run: Run, arguments: argparse.Namespace) -> None:
         api = HfApi()
         _check_account(api, repo_id, arguments.public)
     for done, (branch, source) in enumerate(branches.items()):
-        with _folder(source, arguments.license, repo_id) as folder:
+        # Beside the run, where the weights can be links and take no room.
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=run.path.parent, ignore_cleanup_errors=True) as place:
+            folder = _made(source, Path(place), arguments.license, repo_id)
             print(f"{repo_id}, branch {branch}:\n{_listing(folder)}", flush=True)
             if api is not None:
                 so_far = f"{done} of {len(branches)} branches are complete. The same command continues."
@@ -105,22 +98,14 @@ def _branches(run: Run, step: int | None, steps: str | None, revision: str | Non
     return {revision or MAIN: find_exported(run, step), **branches}
 
 
-@contextmanager
-def _folder(source: Exported, license_id: str | None, repo_id: str) -> Iterator[Path]:
-    """The folder of a branch. Beside the run, where its weights can be links and take no room."""
+def _made(source: Exported, place: Path, license_id: str | None, repo_id: str) -> Path:
+    """The folder of a branch, with its card."""
 
     def finish(folder: Path, tokenizer: Any) -> None:
         write_card(source, folder, tokenizer, license_id, repo_id)
 
-    try:
-        place = Path(tempfile.mkdtemp(prefix=".export-", dir=source.run.path.parent))
-    except OSError:  # a run on a read-only disk
-        place = Path(tempfile.mkdtemp(prefix="sft-export-"))
-    try:
-        make_folder(source, place / source.name, finish, link=True)
-        yield place / source.name
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    make_folder(source, place / source.name, finish, link=True)
+    return place / source.name
 
 
 def _listing(folder: Path) -> str:
@@ -191,8 +176,12 @@ def _explain(error: BaseException, api: Any, repo_id: str) -> str | None:
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code if error.response is not None else 0
-        unknown = "the hub has a problem. Try again later" if status >= 500 else error.server_message or line
-        return f"{repo_id}: the hub answers {status}: {_REMEDIES.get(status, unknown)}."
+        remedy = (
+            "Try again later."
+            if status == 429 or status >= 500
+            else "Check what your token may do: https://huggingface.co/settings/tokens."
+        )
+        return f"{repo_id}: the hub answers {status}: {error.server_message or line}. {remedy}"
     if isinstance(error, ConnectionError | TimeoutError) or type(error).__module__.startswith(("httpx", "httpcore")):
         return f"The hub, {api.endpoint}, cannot be reached or hung up: {line}."
     return None

@@ -48,7 +48,11 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     add("--to", required=True, metavar="|".join(TARGETS))
     add("--output", type=Path, help="the folder to make (default: exports/RECIPE-RUN-TARGET)")
     add("--checkpoint", type=int, metavar="N", help="export checkpoint-N instead of final/")
-    add("--license", metavar="ID", help="of the base, as the hub spells it, for the card: apache-2.0, llama3.1, ...")
+    add(
+        "--license",
+        metavar="ID",
+        help="for the card, as the hub spells it: apache-2.0, llama3.1, ... (the base's applies)",
+    )
     add("--gpus", type=int, metavar="N", help="vllm: GPUs of the server (default: of this machine)")
     add("--max-length", type=int, metavar="N", help="vllm, ollama: tokens of context (default: the model's)")
     add("--name", help="vllm, gguf, ollama: the model's name there (default: the recipe's)")

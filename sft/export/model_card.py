@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from eval.report.charts import draw_curve
+from eval.report.formats import Code, interval, number
+from eval.report.pages import markdown_text
 from eval.report.run_files import read_run
 from sft.credentials import redact
 from sft.errors import ExportError
@@ -18,7 +19,7 @@ from sft.export.public import is_hub_id, public_name, public_recipe
 from sft.export.serving import sampling, stop_tokens
 from sft.export.source import Exported, text_config
 from sft.hub.names import is_on_hub
-from sft.terminal import visible, visible_line
+from sft.terminal import visible
 
 CARD, CURVE = "README.md", "loss.png"
 _FATES = ("in", "trained", "masked", "truncated", "dropped")
@@ -67,39 +68,21 @@ def write_card(
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
+def _as_markdown(value: object) -> str:
+    return value if isinstance(value, _Markdown) else markdown_text(value)
+
+
 def _environment() -> Environment:
     # The card is Markdown, which `finalize` escapes; escaping for HTML would spoil it.
     environment = Environment(  # noqa: S701
-        loader=PackageLoader("sft.export", ""), finalize=_escaped, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("sft.export", ""), finalize=_as_markdown, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
-        "code": _code,
-        "public": public_name,
-        "count": lambda number: f"{number or 0:,}",
-        "number": lambda number, spec: _number(number, spec),
-        "interval": lambda pair: _Markdown("[{:+.4f}, {:+.4f}]".format(*pair) if pair else ""),
-    }
+    environment.filters |= {"code": Code, "public": public_name, "number": number, "interval": interval}
     return environment
 
 
 class _Markdown(str):
     """Text that is Markdown already."""
-
-
-def _escaped(value: object) -> str:
-    """A value as text in Markdown: neither markup nor a table's end."""
-    if isinstance(value, _Markdown):
-        return value
-    text = html.escape(visible_line(str(value)), quote=False)
-    return re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", text)
-
-
-def _code(value: object) -> _Markdown:
-    return _Markdown("`" + visible_line(str(value)).replace("`", "'").replace("|", "\\|") + "`")
-
-
-def _number(value: object, spec: str) -> _Markdown:
-    return _Markdown(format(value, spec) if isinstance(value, int | float) else "not recorded")
 
 
 def _base_link(base: str) -> str:
@@ -108,7 +91,7 @@ def _base_link(base: str) -> str:
 
 def _accounts(ledger: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the table: a source each, and their sum."""
-    sources = [(_code(public_name(str(one.get("source")))), one) for one in ledger.get("sources") or []]
+    sources = [(Code(public_name(str(one.get("source")))), one) for one in ledger.get("sources") or []]
     total = [("all", ledger["total"])] if len(sources) > 1 and ledger.get("total") else []
     return [
         {"name": name, "rows": (one.get("rows") or {}).get("in"), "tokens": one.get("tokens") or {}}
@@ -126,25 +109,8 @@ def metadata(source: Exported, license_id: str | None) -> Any:
         base_model=base if is_hub_id(base) else None,
         datasets=list(datasets) or None,
         library_name="transformers",
-        license=license_id or _base_license(source),
+        license=license_id,
         model_name=source.title,
         pipeline_tag="text-generation",
         tags=["sft", "trl", *(["lora"] if recipe.model.lora is not None else [])],
     )
-
-
-def _base_license(source: Exported) -> str | None:
-    """The license in the base's own card, if that is on this machine."""
-    from huggingface_hub import ModelCard, try_to_load_from_cache
-
-    card = Path(source.base_path) / CARD
-    if is_hub_id(source.base.name_or_path) and not Path(source.base_path).is_dir():
-        cached = try_to_load_from_cache(source.base.name_or_path, CARD, revision=source.base.revision)
-        card = Path(str(cached))
-    if not card.is_file():
-        return None
-    try:
-        found = ModelCard.load(card).data.license
-    except (ValueError, TypeError, OSError):  # somebody else's card
-        return None
-    return found if isinstance(found, str) else None

@@ -13,7 +13,7 @@ from typing import Any
 from sft.data.render import with_fixed_date
 from sft.errors import ExportError
 from sft.export.gguf import CONVERTER, GGUF, GgufModel
-from sft.export.go_template import Markup, Message, differences, read_markup
+from sft.export.go_template import Markup, Message, read_markup
 from sft.export.serving import context_length, sampling, stop_tokens
 from sft.export.source import Exported, read_config, text_config
 
@@ -28,10 +28,9 @@ ROPE_TYPES = dict.fromkeys(
 
 _USE_GGUF = f"llama.cpp's {CONVERTER} may know it: --gguf."
 
-
-_COMPARE = (
-    "Ollama recognizes few pre-tokenizers, and some of its engines put token 0 before a prompt where the tokenizer has no BOS. Compare "
-    "prompt_eval_count of an answer with the number of tokens that you sent."
+_DIFFERENCES = (
+    "The template has no tools, keeps white space around messages and reasoning in earlier answers, and writes a date as in the "
+    "training."
 )
 
 
@@ -54,7 +53,7 @@ class OllamaModel:
             self.gguf.write(folder, tokenizer)
         else:
             check_vocabulary(folder)
-        markup, notes = chat_markup(tokenizer, folder)
+        markup = chat_markup(tokenizer, folder)
         system = self.source.recipe.eval.system_instruction
         if system is not None and not markup.has_system:
             raise ExportError(
@@ -64,8 +63,8 @@ class OllamaModel:
         values["repeat_penalty"] = values.pop("repetition_penalty")
         lines = [
             f"# ollama create {shlex.quote(self.name)} -f Modelfile",
-            *(f"# Differs from the model's own chat template: {note}." for note in notes),
-            "# Tools are not in the template.",
+            f"# {_DIFFERENCES}",
+            *([] if markup.has_system else ["# System messages are dropped: the chat template has no place for them."]),
             f"FROM {'./' + GGUF if self.gguf else '.'}",
             f'TEMPLATE """{markup.go()}"""',
             *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
@@ -78,12 +77,9 @@ class OllamaModel:
 
     def usage(self, folder: Path) -> str:
         """What the user reads."""
-        lines = (folder / "Modelfile").read_text(encoding="utf-8").splitlines()
-        notes = [line[2:] for line in lines if line.startswith("# Differs")]
-        notes += [] if self.gguf else [_COMPARE]
         name = shlex.quote(self.name)
         command = f"  cd {shlex.quote(str(folder))} && ollama create {name} -f Modelfile && ollama run {name}"
-        return "\n".join([*notes, "Import it on a machine with Ollama (it was not started here):", command])
+        return f"{_DIFFERENCES}\nImport it on a machine with Ollama (it was not started here):\n{command}"
 
 
 def check_architecture(config: dict[str, Any]) -> None:
@@ -109,8 +105,8 @@ def check_vocabulary(folder: Path) -> None:
         )
 
 
-def chat_markup(tokenizer: Any, folder: Path) -> tuple[Markup, list[str]]:
-    """What the chat template writes, and what of it Go's template renders differently.
+def chat_markup(tokenizer: Any, folder: Path) -> Markup:
+    """What the chat template writes.
 
     Raises ExportError where there is no chat template, or Go's would render another prompt.
     """
@@ -132,15 +128,11 @@ def chat_markup(tokenizer: Any, folder: Path) -> tuple[Markup, list[str]]:
         return text.removeprefix(bos) if adds_bos else text
 
     try:
-        markup = read_markup(render)
-        notes = differences(markup, render)
+        return read_markup(render)
     except ValueError as error:
         raise ExportError(
             f"The chat template cannot be written for Ollama: {error}. Use --to vllm, which reads it itself."
         ) from None
-    if template != tokenizer.chat_template:
-        notes.append("today's date, for which it writes the 26th of July 2024, as in the training")
-    return markup, notes
 
 
 def _quoted(text: str) -> str:

@@ -12,26 +12,23 @@ from sft.credentials import redact
 from sft.recipe.schema import Recipe
 
 _FILE = re.compile(r"\.(?:jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|jinja|py|gz|zst|bz2|xz)$|[*?\[]")
-_LEFT_OUT = ("output_dir", "tracking", "debug")
+_LEFT_OUT = ("output_dir", "tracking", "debug", "server")
+_PLACES = (
+    "name_or_path chat_template train held_out path function callbacks deepspeed tasks every_tasks include_path".split()
+)
+"""Keys of a recipe that may name a file or folder."""
 
 
 def public_name(name: str) -> str:
-    """A name without the folders that it stands in; an id on the hub stays whole.
+    """The name of a file or folder without the folders that it stands in; an id on the hub stays whole.
 
     >>> public_name("/home/me/chats.jsonl"), public_name("data/chats.jsonl"), public_name("Qwen/Qwen2.5-0.5B")
     ('chats.jsonl', 'chats.jsonl', 'Qwen/Qwen2.5-0.5B')
-    >>> public_name("/tmp/me and you/chats.jsonl"), public_name("/no_think Say yes/no.")
-    ('chats.jsonl', '/no_think Say yes/no.')
     """
     local = name.startswith(("/", "~", "./", "../", "\\")) or (
         "/" in name and (name.count("/") > 1 or bool(_FILE.search(name)) or Path(name).exists())
     )
-    return (Path(name).name or name) if local and not _is_prose(name) else name
-
-
-def _is_prose(name: str) -> bool:
-    """Whether words have a slash among them, as `/no_think yes/no` has, and are no path: none begins where a folder is."""
-    return bool(re.search(r"\s\S*/", name)) and name[0] != "~" and not Path(*Path(name).parts[:2]).exists()
+    return (Path(name).name or name) if local else name
 
 
 def is_hub_id(name: str) -> bool:
@@ -45,14 +42,14 @@ def is_hub_id(name: str) -> bool:
 
 def public_recipe(recipe: Recipe) -> str:
     """The keys that were written or changed, as YAML."""
-    values = recipe.model_dump(mode="json", exclude_unset=True)
-    shown = {key: _public(value) for key, value in values.items() if key not in _LEFT_OUT}
-    return redact(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True))
+    values = _public(recipe.model_dump(mode="json", exclude_unset=True))
+    return redact(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-def _public(value: Any) -> Any:
+def _public(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
-        return {key: _public(one) for key, one in value.items()}
+        return {name: _public(one, name) for name, one in value.items() if name not in _LEFT_OUT}
     if isinstance(value, list):
-        return [_public(one) for one in value]
-    return public_name(value) if isinstance(value, str) else value
+        return [_public(one, key) for one in value]
+    is_place = isinstance(value, str) and (key in _PLACES or re.fullmatch(r"[/~]\S+", value))
+    return public_name(value) if is_place else value

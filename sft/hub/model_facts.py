@@ -235,10 +235,7 @@ def _read_json(file: Path | None) -> dict[str, Any]:
 def _read_config(file: Path) -> dict[str, Any]:
     settings = _read_json(file)
     if not (settings.get("model_type") or (settings.get("text_config") or {}).get("model_type")):
-        problem = (
-            "has no model_type, which says what kind of model it is" if settings else "is no JSON object with keys"
-        )
-        raise ModelError(f"{file} cannot be read: it {problem}. Copy the model's own config.json.")
+        raise ModelError(f"{file} is no JSON object with a model_type. Copy the model's own config.json.")
     return settings
 
 
@@ -293,11 +290,9 @@ def empty_model(config: Any, trust_remote_code: bool) -> Any:
         with _quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a class makes of numbers that do not fit
-        text, reason = config.get_text_config(), f"{type(error).__name__}: {_first_words(error)}"
-        if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or 2**62):
-            reason = f"pad_token_id={text.pad_token_id} is not below vocab_size={text.vocab_size}; null is allowed"
         raise ModelError(
-            f"model.name_or_path={config.name_or_path}: no model can be built from its config.json: {reason}. Correct it, or copy it again."
+            f"model.name_or_path={config.name_or_path}: no model can be built from its config.json: {type(error).__name__}: "
+            f"{_first_words(error)}. Correct it, or copy it again."
         ) from None
 
 

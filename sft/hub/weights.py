@@ -64,25 +64,21 @@ def read_dtypes(file: Path) -> dict[str, str]:
 
     Raises ModelError where the file is cut off, or holds no weights.
     """
-    with file.open("rb") as opened:
-        start = opened.read(60)
-    if start.startswith(b"version https://git-lfs"):
-        problem = "holds no weights, but a pointer of Git LFS to them (`git lfs pull` gets them)"
-    elif not start:
-        problem = "is empty"
-    elif file.suffix == ".safetensors" and start[8:9] == b"{":
-        try:
+    try:
+        if file.suffix == ".safetensors":
             with safe_open(file, "np") as tensors:
                 return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no dictionary)
-        except SafetensorError as error:
-            problem = f"was cut off, or is damaged ({error})"
-    elif file.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")):
-        problem = f"holds no weights: it begins with {start[:40]!r}"
-    elif start.startswith(b"PK") and not is_zipfile(file):
-        problem = "was cut off"
-    else:
-        return {}
-    raise ModelError(f"{file} {problem}. Copy or download it again.")
+        with file.open("rb") as opened:
+            old_format = opened.read(1) == b"\x80"  # as torch wrote it before 1.6
+        if old_format or is_zipfile(file):
+            return {}
+        problem = "torch wrote no such file"
+    except SafetensorError as error:
+        problem = str(error)
+    raise ModelError(
+        f"{file} holds no weights, or was cut off: {problem}. A pointer of Git LFS? `git lfs pull` gets what it stands for. Else copy or "
+        "download it again."
+    )
 
 
 def check_weight_files(folder: Path, config: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ class Draft:
         """Set a key, unless the user has."""
         if not self.has(key):
             self.decisions[key] = Decision(value, reason)
+
+    def copy(self) -> Draft:
+        """The same keys, to try further ones with."""
+        other = copy(self)
+        other.decisions = dict(self.decisions)
+        return other
 
     def recipe(self) -> Recipe:
         """The recipe so far."""

@@ -6,21 +6,22 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sft.data.facts import inspect_data
-from sft.errors import ModelError, PlanError, RecipeError, UserError
-from sft.hub.model_facts import ModelFacts, inspect_model
-from sft.init.choose import Size, choose_chat, choose_length, choose_steps, choose_weights
+from sft.data.readers import Row
+from sft.errors import PlanError, RecipeError, UserError
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import is_pattern
+from sft.init.choose import choose_length, choose_steps, choose_weights
 from sft.init.draft import Draft, as_yaml
-from sft.init.own_task import EVAL_SPLIT, EvalSplit, OwnTask, eval_split, put_task, write_rows, write_task
+from sft.init.own_task import EVAL_SPLIT, OwnTask, as_written, hold_out, put_task, write_rows, write_task
 from sft.init.rows import Rows, read_sample
 from sft.init.tokens import Tokenized, settle_tokenizer, tokenize
-from sft.launch.job import open_job
+from sft.launch.job import checked_model, open_job
 from sft.launch.topology import read_topology
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
 from sft.program import shown_command
-from sft.recipe.schema import Source
 from sft.terminal import visible_line
 
 SMALL, LARGER = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B"
@@ -52,25 +53,18 @@ def main(
     problems = Problems()
     problems.check(lambda: _check_output(output))
     hardware = problems.check(lambda: _hardware(gpus))
-    draft = problems.check(lambda: _draft(given, model))
+    draft = problems.check(lambda: _draft(given, model)) or Draft()
     named = problems.check(lambda: _columns(columns))
-    draft = draft or Draft()
-    output_dir = draft.recipe().output_dir
-    rows = problems.check(lambda: read_sample(Source(path=data), named, output_dir))
+    rows = problems.check(lambda: read_sample(data, named, draft.recipe().output_dir))
     default = SMALL if hardware is None or hardware.gpu is None else LARGER
     draft.put("model.name_or_path", model or default, "" if model else "no --model was given: a small, open one")
-    facts = problems.check(lambda: _model(draft))
+    facts = problems.check(lambda: checked_model(draft.recipe()))
     tokenizer = problems.check(lambda: settle_tokenizer(draft, rows)) if rows and facts else None
     sample = problems.check(lambda: tokenize(draft, tokenizer, rows)) if rows and tokenizer else None
-    split = problems.check(lambda: eval_split(rows, draft, output_dir)) if rows else None
     if problems.lines:
         raise RecipeError(problems.message(data))
-    assert rows is not None
-    assert split is not None
-    assert sample is not None
-    assert facts is not None
-    assert hardware is not None
-    _fill(draft, rows, split, sample, facts, hardware, output)
+    assert rows and sample and facts and hardware
+    _write(draft, rows, sample, facts, hardware, output)
 
 
 T = TypeVar("T")
@@ -101,19 +95,16 @@ def _name_of(data: str) -> str:
     >>> _name_of("my data/train-reviews.csv.gz"), _name_of("owner/chats"), _name_of("x/*.jsonl")
     ('train-reviews', 'chats', 'x')
     """
-    parts = [part for part in Path(data).parts if not set(part) & set("*?[")] or ["recipe"]
-    name = re.sub(r"\W*[^\w.-]+\W*", "_", parts[-1].split(".")[0]).strip("_-.")
-    return name if name and name[0].isalnum() else "recipe"
+    parts = [part for part in Path(data).parts if not is_pattern(part)]
+    return re.sub(r"[^\w-]+", "_", parts[-1].split(".")[0]).strip("_-") if parts else "recipe"
 
 
 def _check_output(output: Path) -> None:
     if output.suffix not in (".yaml", ".yml"):
         raise RecipeError(f"-o {output}: give the recipe a name that ends in .yaml.")
-    there = [str(path) for path in (output, folder_beside(output)) if path.exists()]
-    if there:
-        raise RecipeError(
-            f"{' and '.join(there)} exist{'s' if len(there) == 1 else ''} already. Name another with -o, or move it away."
-        )
+    for path in (output, folder_beside(output)):
+        if path.exists():
+            raise RecipeError(f"{path} exists already. Name another with -o, or move it away.")
     if not output.parent.is_dir():
         raise RecipeError(f"-o {output}: there is no folder {output.parent}.")
 
@@ -125,9 +116,8 @@ def folder_beside(output: Path) -> Path:
 
 def _draft(given: Sequence[str], model: str | None) -> Draft:
     draft = Draft(given)
-    for key, option in (("data.train", "DATA"), ("schema_version", "the file's format")):
-        if draft.has(key):
-            raise RecipeError(f"{key}: leave it out, it is {option}.")
+    if draft.has("data.train"):
+        raise RecipeError("data.train: leave it out, it is DATA.")
     if model is not None and draft.has("model.name_or_path"):
         raise RecipeError("model.name_or_path and --model both name the model: leave one out.")
     return draft
@@ -152,84 +142,47 @@ def _columns(columns: str | None) -> dict[str, str] | None:
     return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
-def _model(draft: Draft) -> ModelFacts:
-    recipe = draft.recipe()
-    facts = inspect_model(recipe)
-    if facts.model_type is None:
-        raise ModelError(
-            f"The model {recipe.model.name_or_path} is not here, not in the hub's cache, and the hub does not answer. Download it where "
-            "there is a network (hf download), or name a local folder with --model."
-        )
-    return facts
-
-
-def _fill(
-    draft: Draft, rows: Rows, split: EvalSplit, sample: Tokenized, facts: ModelFacts, hardware: Hardware, output: Path
-) -> None:
-    """Choose everything else, and write it."""
-    data, folder = rows.source.path, folder_beside(output)
+def _write(draft: Draft, rows: Rows, sample: Tokenized, facts: ModelFacts, hardware: Hardware, output: Path) -> None:
+    """Choose everything else, write it, and print where."""
+    data, folder, count = rows.source.path, folder_beside(output), len(rows.numbered)
     columns = ", ".join(f"{theirs} -> {ours}" for ours, theirs in rows.source.columns.items())
-    reason = f"format {rows.format}, {rows.reason}{f': {columns}' if columns else ''}"
-    draft.put("data.train", _as_written(rows.source), reason)
+    reason = f"format {rows.format}{f', columns {columns}' if columns else ''}"
+    draft.put("data.train", as_written(rows.source), reason)
     if sample.bad:
-        count = len(rows.numbered)
-        draft.put(
-            "data.on_bad_row", "drop", f"{sample.bad} of {count:,} rows cannot be used (the first: {sample.why_bad})"
-        )
-    size = _size(draft, rows, facts, sample, len(split.drawn))
-    if split.drawn:
-        held_out = rows.source.model_copy(update={"path": str(folder / EVAL_SPLIT)})
-        draft.put("data.held_out", _as_written(held_out), split.reason)
-    elif split.source is not None:
-        draft.put("data.held_out", _as_written(split.source), split.reason)
-    choose_length(draft, size, facts)
+        reason_bad = f"{sample.bad} of {count:,} rows cannot be used (the first: {sample.why_bad})"
+        draft.put("data.on_bad_row", "drop", reason_bad)
+    if not rows.is_all:
+        known = inspect_data(draft.recipe(), facts.path)  # None for a dataset on the hub
+        count = max(count, known.documents if known else 0)
+    drawn = hold_out(draft, rows, folder)
+    choose_length(draft, sample.lengths, facts)
     choose_weights(draft, hardware, facts)
-    steps = choose_steps(draft, size, hardware.ranks)
-    task = put_task(draft, split, rows, folder)
-    choose_chat(draft, split, rows, sample)
+    steps = choose_steps(draft, sample.lengths, max(1, count - len(drawn)), hardware.ranks)
+    task = put_task(draft, drawn, rows, folder)
     text = as_yaml(draft, _title(data, output, draft), output.parent)
-    _save(output, text, split, task, hardware)
-    print(
-        visible_line(f"{output}: {draft.recipe().model.name_or_path} on {size.words} of {data}, about {steps:,} steps.")
-    )
-    if rows.is_guessed:
-        print(visible_line(f"Check data.train: {reason}."))
+    _save(output, text, drawn, task, hardware)
+    print(visible_line(f"{output}: {draft.recipe().model.name_or_path} on {data}, about {steps:,} steps."))
+    print(visible_line(f"Check data.train: {reason}."))
     print(f"Look at it: {shown_command('sft', str(output), '--show', '3')}")
 
 
-def _as_written(source: Source) -> Any:
-    """A source as a recipe says it: its path, unless there is more to say."""
-    stated = source.model_dump(mode="json", exclude_defaults=True)
-    return stated["path"] if len(stated) == 1 else [stated]
-
-
-def _size(draft: Draft, rows: Rows, facts: ModelFacts, sample: Tokenized, drawn: int) -> Size:
-    count = len(sample.lengths)
-    if not rows.is_all:
-        known = inspect_data(draft.recipe(), facts.path)  # None for a dataset on the hub
-        count = max(count, known.documents if known else count)
-    return Size(max(1, count - drawn), rows.is_all, sample)
-
-
 def _title(data: str, output: Path, draft: Draft) -> list[str]:
-    recipe, command = draft.recipe(), shown_command("sft", str(output))
-    how = "LoRA on" if recipe.model.lora is not None else "Full fine-tune of"
+    command = shown_command("sft", str(output))
     return [
-        f"{how} {recipe.model.name_or_path}, with {data}. Written by `sft init`; every value is yours to change.",
+        f"{draft.recipe().model.name_or_path} on {data}. Written by `sft init`; every value is yours to change.",
         f"  {command} --show 3    # three rows as the model gets them, and what was found in the data",
         f"  {command} --plan      # every decision with its reason",
         f"  {command}",
     ]
 
 
-def _save(output: Path, text: str, split: EvalSplit, task: OwnTask | None, hardware: Hardware) -> None:
+def _save(output: Path, text: str, drawn: Sequence[Row], task: OwnTask | None, hardware: Hardware) -> None:
     """Write the recipe with its eval split and task, and check them as a start does; nothing stays of what would not start."""
     folder = folder_beside(output)
     try:
-        if split.drawn or task is not None:
+        if drawn:
             folder.mkdir()
-        if split.drawn:
-            write_rows(folder / EVAL_SPLIT, split.drawn)
+            write_rows(folder / EVAL_SPLIT, drawn)
         if task is not None:
             write_task(folder, task)
         output.write_text(text, encoding="utf-8")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import distributions, requires
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from sft.errors import PlanError
 from sft.launch.job import CheckedRecipe, check_recipe
@@ -31,18 +34,16 @@ def check_installed() -> None:
         needed = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
         needed = [line for line in requires("sft-recipes") or [] if "extra ==" not in line]
-    for name, least in re.findall(r"^([\w-]+)[^>]*>=([\d.]+)", "\n".join(needed), re.MULTILINE):
-        found = next(iter(distributions(name=name)), None)
-        release = re.match(r"[\d.]*\d", found.version or "") if found else None
-        if found and release and _numbers(release[0]) < _numbers(least):
-            raise PlanError(
-                f"{name} {found.version} is too old: {least} or newer is needed. It comes from {found.locate_file('')}. Start by "
-                "scripts/sft.sh, or unset PYTHONPATH; or install what is pinned: bash scripts/setup.sh."
-            )
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
+    for requirement in map(Requirement, needed):
+        found = next(iter(distributions(name=requirement.name)), None)
+        least = SpecifierSet(",".join(str(one) for one in requirement.specifier if one.operator == ">="))
+        with suppress(InvalidVersion):
+            # A vendor's 5.17.0a0 counts as 5.17.
+            if found and not least.contains(Version(found.version).base_version):
+                raise PlanError(
+                    f"{found.name} {found.version} is too old: {least} is needed. It comes from {found.locate_file('')}. Start by "
+                    "scripts/sft.sh, or unset PYTHONPATH; or install what is pinned: bash scripts/setup.sh."
+                )
 
 
 def check_started_once() -> None:
@@ -69,26 +70,11 @@ def check_rank_variables() -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         if not os.environ.get(name, "").strip():
             os.environ.pop(name, None)  # empty is not set, for the libraries too
-    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise PlanError(
-            f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "
-            f"both, {shown_command('sft')} or torchrun."
-        )
     for name, least, most in (("LOCAL_WORLD_SIZE", 1, None), ("LOCAL_RANK", 0, None), ("RANK", 0, ranks - 1)):
         whole_number(name, least, least, most)
-    if ranks == 1:
-        return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
+    if ranks > 1 and missing:
         raise PlanError(
-            f"WORLD_SIZE={ranks}, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. A launcher sets them in each "
-            f"process: {shown_command('sft')}, or torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
-        )
-    there = [name for _, name in socket.if_nameindex()]
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    unknown = [name for name in named.split(",") if name.strip() not in ("", *there)]
-    if unknown:
-        raise PlanError(
-            f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has no network interface {unknown[0]}. It has {', '.join(there)}. Set "
-            "one of them, or unset it."
+            f"WORLD_SIZE={ranks}, and not set: {', '.join(missing)}. A launcher sets them in each process: {shown_command('sft')}, or "
+            "torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
         )

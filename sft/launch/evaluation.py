@@ -6,7 +6,6 @@ Rank 0 becomes this program, so that nothing of the training is left in memory o
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,17 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from sft import signals
-from sft.checkpoint.load_again import Load, check_load, exchange_of
+from sft.checkpoint.load_again import Load, exchange_of
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.files import remove
-from sft.launch.open_run import claim, keep_recipe, unfinished_run
+from sft.launch.open_run import claim, unfinished_run
 from sft.parallel.environment import environment_without_launcher
 from sft.plan.job import Job
 from sft.program import report_result, run_main, shown_command
 from sft.recipe.schema import Evaluation
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
-from sft.run.record import InterruptibleRun
+from sft.run.record import record_interruptions
 from sft.run.requests import STOP, began, forget_stale
 from sft.run.trust import OWN_RUN
 from sft.signals import held_back
@@ -47,7 +45,7 @@ def unfinished_evaluation(job: Job) -> Run | None:
     if run is None or run.record.get("evaluation") not in EVALUATION_LEFT or not (run.final / "config.json").is_file():
         return None
     if os.environ.get("RANK", "0") == "0":
-        keep_recipe(run, job)
+        run.recipe_file.write_bytes(job.recipe_path.read_bytes())
         run.update(overrides=list(job.overrides), recipe_values=job.recipe.model_dump(mode="json"))
     return run
 
@@ -69,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     from eval.report.main import write_report
 
     run = find_run(Path(argv[0]))
-    signals.interrupts(InterruptibleRun(run))
+    record_interruptions(run)
     recipe, exchange, status = run.recipe(), exchange_of(run), 0
     parts = programs(recipe.eval)
     unfinished = bool(parts) or run.record.get("evaluation") in EVALUATION_LEFT
@@ -79,18 +77,18 @@ def main(argv: Sequence[str]) -> None:
         forget_stale(run.path, began())
         if not recipe.train.save_canary:  # any more
             remove(exchange)
-        started, load = time.monotonic(), Load(run.final, exchange) if exchange.is_dir() else None
+        started, load = time.monotonic(), Load(run) if exchange.is_dir() else None
         # All of them: answers that cannot be had must not cost the scores.
         status = next(filter(None, [_evaluate(run, program) for program in parts]), 0)
         if load is not None:
-            check_load(run, load)
+            load.check()
         timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
         finished = "finished" if status in (0, EXIT_GATE) else "failed"
         run.update(status="finished", error=None, timings=timings, evaluation=finished)
     write_report(run)
     if status:
-        ending = " and evaluated; its gate has failed" if status == EXIT_GATE else "; its evaluation is not complete"
-        print(f"The model is trained{ending}.", file=sys.stderr, flush=True)
+        ending = "its gate has failed" if status == EXIT_GATE else "its evaluation is not complete"
+        print(f"The model is trained; {ending}.", file=sys.stderr, flush=True)
     print("\n".join(closing_lines(run)), flush=True)
     if status:
         raise SystemExit(status)
@@ -100,12 +98,11 @@ def _evaluate(run: Run, program: str) -> int:
     """Exit status of a part of the evaluation, which ends with this process."""
     print(_BEGINNINGS[program], flush=True)
     environment = os.environ | {"SFT_PARENT": str(os.getpid())}
-    process = None
+    # Until it is complete, the same command resumes it, and trains nothing.
+    run.update(status="finished", evaluation="running", error=None)
+    with held_back():
+        process = subprocess.Popen([sys.executable, "-m", program, str(run.path)], env=environment)
     try:
-        # Until it is complete, the same command resumes it, and trains nothing.
-        run.update(status="finished", evaluation="running", error=None)
-        with held_back():
-            process = subprocess.Popen([sys.executable, "-m", program, str(run.path)], env=environment)
         while process.poll() is None:
             if (run.path / STOP).exists():
                 (run.path / STOP).unlink(missing_ok=True)
@@ -113,43 +110,35 @@ def _evaluate(run: Run, program: str) -> int:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
     except BaseException:
-        if process is not None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            process.kill()
-            process.wait()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        process.kill()
+        process.wait()
         run.update(evaluation="interrupted")
         raise
-    return _exit_status(process.returncode, program)
-
-
-def _exit_status(returncode: int, program: str) -> int:
-    """A program's own status; one that was killed has none, and is reported."""
-    if returncode >= 0:
-        return returncode
-    why = ", as the kernel does when memory runs out" if returncode == -signal.SIGKILL else ""
-    print(f"{program} was ended by {signal.Signals(-returncode).name}{why}.", file=sys.stderr, flush=True)
+    if process.returncode >= 0:
+        return process.returncode
+    ended = f"was ended by signal {-process.returncode}; the kernel sends 9 when memory runs out."
+    print(f"{program} {ended}", file=sys.stderr, flush=True)
     return EXIT_CRASHED
 
 
 def closing_lines(run: Run) -> list[str]:
     """The last lines in the terminal: the warnings, the next commands, and the report."""
     warnings = [f"  - {message}" for messages in run.record.get("warnings", {}).values() for message in messages]
-    path = _shortest(run.path)
+    # As the user would type it.
+    path, page = (
+        os.path.relpath(one) if one.is_relative_to(Path.cwd()) else str(one) for one in (run.path, run.page_file)
+    )
     return [
         *(["Worth knowing:", *warnings] if warnings else []),
         "Next:",
         f"  {shown_command('chat', path)}",
         f"  {shown_command('eval', path)}",
         f"  {shown_command('export', path, '--to', 'merged')}",
-        f"Report: {_shortest(run.page_file)}",
+        f"Report: {page}",
     ]
-
-
-def _shortest(path: Path) -> str:
-    """A path as the user would type it: relative if it is below the working directory."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from tempfile import mkdtemp
 
 from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
-from sft.data.facts import DataFacts, inspect_data
+from sft.data.facts import inspect_data
 from sft.data.tokenizer import find_chat_template
 from sft.errors import EvaluationError, ModelError, RecipeError, RunError
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.hub.names import model_path
 from sft.plan.batch import check_batch
@@ -121,13 +122,11 @@ def _check_output_dir(output_dir: str) -> None:
             folder = folder.parent
         # Permissions do not tell of /proc, a quota, or a server that gives root no rights: make something.
         Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
-    except NotADirectoryError:
-        why = "is not a folder"
     except (OSError, RuntimeError, ValueError) as error:
-        why = f"cannot be written ({getattr(error, 'strerror', None) or error})"
-    else:
-        return
-    raise RunError(f"output_dir={output_dir}: {folder} {why}. Set output_dir to a place that can be written.")
+        why = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"output_dir={output_dir}: {folder} cannot be written ({why}). Set output_dir to a place that can be written."
+        ) from None
 
 
 def check_tasks_during(recipe: Recipe) -> None:

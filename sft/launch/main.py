@@ -34,7 +34,7 @@ from sft.parallel.environment import settle_allocator
 from sft.plan.hardware import cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
-from sft.plan.time import check_price, cost_line, estimate_time
+from sft.plan.time import check_price, cost_line, time_json
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
 from sft.terminal import visible_line
@@ -63,9 +63,8 @@ def show_plan(
     title = f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}"
     warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, prepared.facts() if prepared else None)
     if as_json:
-        time = estimate_time(job)
-        numbers = {"why": time} if isinstance(time, str) else time.as_json(price)
-        print(json.dumps(job.plan.as_json(time=numbers, warnings=list(warnings)), indent=2, default=str))
+        numbers = job.plan.as_json(time=time_json(job, price), warnings=list(warnings))
+        print(json.dumps(numbers, indent=2, default=str))
         return
     cost = [] if price is None else [cost_line(job, price)]
     print_plan(job.plan, title, [*cost, *(f"Warning: {warning}" for warning in warnings)])
@@ -121,8 +120,7 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
     if alone and not tunes:
         return
     prepared = prepared_data(job.recipe, job.model, command_of(job), begun=preparation)
-    found = find_result(job, prepared) if tunes else None
-    if tunes and (found is None or found.micro_batch_size is None):
+    if tunes and find_result(job, prepared) is None:
         auto_tune(job, prepared)
 
 

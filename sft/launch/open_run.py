@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft import signals
 from sft.checkpoint.manifest import read_manifest
 from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
 from sft.data.prepared import Prepared
@@ -30,8 +29,8 @@ from sft.program import shown_command
 from sft.recipe.changes import Change, check_allowed_changes, differences, not_allowed, recipe_differences
 from sft.recipe.local_code import code_hashes, copy_code
 from sft.recipe.schema import Recipe
-from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run, check_beside_latest
-from sft.run.record import InterruptibleRun, installed_versions, record_start
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run
+from sft.run.record import installed_versions, record_interruptions, record_start
 from sft.run.trust import OWN_RUN, base_changes
 from sft.terminal import forget_failure
 
@@ -56,7 +55,6 @@ def unfinished_run(job: Job) -> Run | None:
     trained = run.record.get("evaluation") in EVALUATION_LEFT
     if run.record["status"] == "finished" and not trained:
         return None
-    check_beside_latest(run.path, runs_folder(job))
     changes = recipe_changes(run, job.recipe)
     # If only the evaluation is left, no change of the training could take effect.
     refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)
@@ -77,14 +75,6 @@ def _own_run() -> Run | None:
     """The run that this same job opened before its launcher restarted it; another start may have made a newer one meanwhile."""
     folder = os.environ.get(OWN_RUN)
     return Run(Path(folder)) if folder and (Path(folder) / "run.json").is_file() else None
-
-
-def broken_latest(job: Job) -> str | None:
-    """A warning if `latest` points nowhere, so that a start resumes no run."""
-    link = runs_folder(job) / LATEST
-    if job.recipe.tracking.run_name or not _may_resume(job.recipe) or not link.is_symlink() or link.exists():
-        return None
-    return f"{link} leads to {link.readlink()}, which is not there: it was moved, renamed or removed. Bring it back to resume it."
 
 
 def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
@@ -109,20 +99,18 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
 
 
 def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bool) -> str:
-    it = "it" if len(refused) == 1 else "them"
     if trained:
         first = f"{run.path} is trained, its evaluation is not complete, and this start differs from it:"
-        lines = [first, *(f"  {change}" for change in refused)]
-        return "\n".join([*lines, f"Change {it} back to resume the evaluation, or {_NEW_RUN}."])
-    lines = [f"{run.path} is unfinished ({run.all_checkpoints()[0].name}), and this start differs from it:"]
-    for change in refused:
-        lines.append(f"  {change}" + (" (no run can resume with that)" if change.kind == "fixed" else ""))
-    lines += [f"  {change} (may differ)" for change in changes if change not in refused]
-    remedies = [f"Change {it} back to resume"]
+        lines = [f"  {change}" for change in refused]
+        return "\n".join([first, *lines, f"Change that back to resume the evaluation, or {_NEW_RUN}."])
+    first = f"{run.path} is unfinished ({run.all_checkpoints()[0].name}), and this start differs from it:"
+    ends = {"fixed": " (no run can resume with that)"}
+    lines = [f"  {change}{ends.get(change.kind, '') if change in refused else ' (may differ)'}" for change in changes]
+    allow = ""
     if all(change.kind != "fixed" for change in refused):
         keys = ",".join(change.key for change in changes if change.kind == "named")
-        remedies.append(f"allow it: 'train.resume_allow_changes=[{keys}]'")
-    return "\n".join([*lines, f"{', or '.join([*remedies, _NEW_RUN])}. See docs/resume.md."])
+        allow = f"allow it: 'train.resume_allow_changes=[{keys}]', or "
+    return "\n".join([first, *lines, f"Change that back to resume, or {allow}{_NEW_RUN}. See docs/resume.md."])
 
 
 def check_start(job: Job) -> None:
@@ -131,10 +119,9 @@ def check_start(job: Job) -> None:
     run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
     if run is None:
         if must:
-            missing = f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe."
-            raise RunError(f"{missing} {broken_latest(job) or ''}".rstrip())
+            raise RunError(f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe.")
         if name is not None and (runs_folder(job) / name).exists():
-            raise RunError(_name_is_taken(Run(runs_folder(job) / name)))
+            raise _name_is_taken(runs_folder(job) / name)
         return
     if (must or name is not None) and _is_claimed(run):
         raise RunError(
@@ -152,14 +139,10 @@ def check_start(job: Job) -> None:
         )
 
 
-def _name_is_taken(run: Run) -> str:
-    taken = f"{run.path} exists and is never overwritten. Choose another tracking.run_name, or remove the folder."
-    if not (run.path / "run.json").is_file() or run.record["status"] != "finished":
-        return taken
-    return (
-        f"{taken}\nIt is finished. Evaluate it: {shown_command('eval', str(run.path))}; repeat it under another name: "
-        f"{shown_command('sft', str(run.path))}; train its model further: model.name_or_path={run.final} with another "
-        "tracking.run_name."
+def _name_is_taken(folder: Path) -> RunError:
+    return RunError(
+        f"{folder} exists and is never overwritten. Choose another tracking.run_name, or remove the folder. To train its model further: "
+        f"model.name_or_path={Run(folder).final} with another tracking.run_name."
     )
 
 
@@ -253,28 +236,10 @@ def _make(folder: Path, name: str | None) -> Run:
     started = time.strftime("%Y%m%d-%H%M%S")
     # Two jobs may start in one second.
     for candidate in [name] if name else [started, *(f"{started}-{number}" for number in range(2, 100))]:
-        run = Run(folder / candidate)
-        try:
-            run.checkpoints.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunError(
-                f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
-            ) from None
-        return run
-    raise RunError(_name_is_taken(Run(folder / (name or started))))
-
-
-def keep_recipe(run: Run, job: Job) -> None:
-    """Write the recipe of this session, and keep that of the sessions before it if its text differs."""
-    text = job.recipe_path.read_bytes()
-    with suppress(FileNotFoundError):
-        if run.recipe_file.read_bytes() == text:
-            return
-        sessions = len(run.record.get("sessions", [])) or 1
-        run.recipe_file.replace(run.path / f"recipe.session-{sessions}.yaml")
-    run.recipe_file.write_bytes(text)
+        with suppress(FileExistsError):
+            (folder / candidate / "checkpoints").mkdir(parents=True)
+            return Run(folder / candidate)
+    raise _name_is_taken(folder / (name or started))
 
 
 # Opening it.
@@ -302,9 +267,9 @@ def _open(job: Job) -> OpenedRun:
     check_start(job)
     prepared = _intact_data(job)
     check_same_data(job, prepared.fingerprint)
-    unfinished, broken = unfinished_run(job), broken_latest(job)
+    unfinished = unfinished_run(job)
     run = claim_directory(job)
-    signals.interrupts(InterruptibleRun(run))
+    record_interruptions(run)
     resumes = (run.path / "run.json").exists()
     choice = choose_checkpoint(run) if resumes else Choice(None, {})
     missing = None
@@ -319,7 +284,7 @@ def _open(job: Job) -> OpenedRun:
     else:
         planned, resume_plan = job.with_data(prepared.facts(), find_result(job, prepared)), None
     changes = recipe_changes(run, job.recipe) if resumes else []
-    notes = [broken, *other_unfinished(run), missing, *choice.lines()]
+    notes = [*other_unfinished(run), missing, *choice.lines()]
     if unfinished is not None and unfinished != run:
         notes.insert(0, f"Another process is training {unfinished.path}: this is a run beside it.")
     if resumes:
@@ -329,7 +294,7 @@ def _open(job: Job) -> OpenedRun:
         updated = differences(run.record.get("versions", versions), versions, "versions")
         updated += differences(run.record.get("code", {}), code_hashes(job.recipe), "code")
         notes += [f"changed since the last session: {change}" for change in [*changes, *updated]]
-        keep_recipe(run, job)
+        run.recipe_file.write_bytes(job.recipe_path.read_bytes())
         copy_code(job.recipe, run.path)
     notes.append(resume_plan.words if resume_plan else None)
     forget_failure(run.path)

@@ -19,11 +19,9 @@ from subprocess import Popen
 from typing import Any
 
 from eval.tasks.preflight import check_before_training
-from sft import signals, terminal
+from sft import terminal
 from sft.checkpoint.load_again import exchange_of
-from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
-from sft.data.template_checks import note_on_headers
 from sft.data.tokenizer import load_tokenizer
 from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
@@ -41,7 +39,7 @@ from sft.plan.optimizer import uses_bitsandbytes
 from sft.plan.plan import print_plan
 from sft.plan.warnings import plan_warnings
 from sft.run.directory import Run, lost_folder_reported
-from sft.run.record import InterruptibleRun, close_session, record_end
+from sft.run.record import close_session, record_end, record_interruptions
 from sft.train.tracking import finish_trackers, set_up_trackers
 
 PREFLIGHT = "--preflight"
@@ -94,7 +92,7 @@ def train_job(job: Job, preparation: Popen[bytes] | None = None) -> None:
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with reporting_lost_ranks(job.recipe, "rank 0 prepared the data"):
         opened = open_run(job)
-    signals.interrupts(InterruptibleRun(opened.run))
+    record_interruptions(opened.run)
     terminal.move_rank_log(opened.run.path)
     from sft.train.main import train
 
@@ -203,10 +201,9 @@ def show_start(job: Job, opened: OpenedRun, tokenizer: Any) -> None:
         *summary_lines(opened.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),
-        *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
+        *filter(None, [getattr(tokenizer, "padding_note", None)]),
         f"Run: {run.path}",
         *opened.notes,
-        *(changed_tokens(opened.choice.checkpoint, tokenizer) if opened.choice.checkpoint else []),
     ]
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")

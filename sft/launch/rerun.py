@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sft.errors import RunError
 from sft.plan.job import Job
 from sft.program import shown_command
@@ -75,7 +73,7 @@ def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[
     os.chdir(place)
     words = [word for word in record["overrides"] if word.partition("=")[0] not in _REPLACED]
     name = run.path.name if is_unfinished(record) else _free_name(run)
-    words += [f"tracking.run_name={name if isinstance(yaml.safe_load(name), str) else repr(name)}", "train.resume=auto"]
+    words += [f"tracking.run_name={json.dumps(name)}", "train.resume=auto"]
     if Path(recipe.output_dir).expanduser().resolve() != run.output_dir:
         words.append(f"output_dir={run.output_dir}")
     return run.recipe_file, [*words, *overrides]
@@ -92,12 +90,7 @@ def differences_to_report(job: Job) -> list[str]:
     if run is None:
         return []
     record, hardware = run.record, job.hardware
-    now = {
-        "git": git_state(),
-        "versions": installed_versions(),
-        "ranks": hardware.ranks,
-        "hardware": asdict(hardware),
-    }
+    now = {"git": git_state(), "versions": installed_versions(), "hardware": asdict(hardware)}
     changes = [*_recipe_changes(run, job), *differences({key: record.get(key) for key in now}, now)]
     what = "Resumes" if is_unfinished(record) else "Repeats"
     if not changes:

@@ -255,8 +255,7 @@ def _run() -> Run | None:
 
 def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_after: int) -> NoReturn:
     """Become a new launcher: nothing of the failed start, such as addresses in its store, is left."""
-    left = f"{restarts} restart{'s' if restarts != 1 else ''} left"
-    print(f"Restarting all processes; {left}.", file=sys.stderr, flush=True)
+    print(f"Restarting all processes; restarts left: {restarts}.", file=sys.stderr, flush=True)
     os.environ[_RESTARTS] = str(int(os.environ.get(_RESTARTS, "0")) + 1)
     run = _run()
     if run is not None:  # another start may have made a newer one meanwhile

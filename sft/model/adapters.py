@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,9 +30,8 @@ def lora_config(lora: Lora, model: Any, rows: list[int]) -> Any:
         rows: Ids of tokens whose rows in the embeddings are trained besides.
 
     Raises:
-        ModelError: Rows of this model's embeddings cannot be trained so, or there are no layers of a name.
+        ModelError: Rows of this model's embeddings cannot be trained so.
     """
-    check_targets(lora, model)
     if rows and lora.takes_from_base:
         raise ModelError(
             f"model.lora.init_lora_weights={lora.init_lora_weights} with embedding rows to train (model.new_tokens, or tokens that were "
@@ -178,11 +176,8 @@ def check_adapters(model: Model, empty: Any) -> None:
     check_targets(lora, empty)
     problems = [*_cannot_target(lora, empty), *_cannot_save(model, empty)]
     count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
-    if absent := [number for number in lora.layers_to_transform if count is not None and number >= count]:
-        numbers = ", ".join(map(str, absent))
-        problems.append(
-            f"model.lora.layers_to_transform: the model has no layer {numbers}; it has {count}, numbered from 0."
-        )
+    if count is not None and max(lora.layers_to_transform, default=0) >= count:
+        problems.append(f"model.lora.layers_to_transform: the model has {count} layers, numbered from 0.")
         raise ModelError("\n".join(problems))
     try:
         with catch_warnings(action="ignore"):  # peft's, of what is refused here
@@ -193,38 +188,13 @@ def check_adapters(model: Model, empty: Any) -> None:
     names = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A") and len(layer.lora_A)]
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         used = {get_pattern_key(patterns, name) for name in names}
-        if unused := [pattern for pattern in patterns if pattern not in used]:
-            layers = sorted({name.rpartition(".")[2] for name in names})
-            problems.append(
-                f"model.lora.{key}: {', '.join(unused)} matches no layer with an adapter, or one that a pattern before it matches"
-                f"{did_you_mean(unused[0], layers, '.')} Layers with adapters: {', '.join(layers)}."
-            )
+        problems += [
+            f"model.lora.{key}: {pattern} matches no layer with an adapter, or one that a pattern before it matches."
+            for pattern in patterns
+            if pattern not in used
+        ]
     if problems:
         raise ModelError("\n".join(problems))
-
-
-def differing_adapters(model: Any, lora: Lora) -> Iterator[str]:
-    """What is otherwise than in the recipe's section, of each live layer with an adapter: its rank, scale, dropout or kind."""
-    from peft.utils.other import get_pattern_key
-
-    for name, layer in model.named_modules():
-        if not (hasattr(layer, "lora_A") and len(layer.lora_A)):
-            continue
-        rank = lora.rank_pattern.get(get_pattern_key(lora.rank_pattern, name), lora.r)
-        alpha = lora.alpha_pattern.get(get_pattern_key(lora.alpha_pattern, name), lora.lora_alpha)
-        dropout = getattr(layer.lora_dropout["default"], "p", 0.0)
-        planned = (rank, alpha / (sqrt(rank) if lora.use_rslora else rank), lora.lora_dropout, lora.use_dora)
-        running = (layer.r["default"], layer.scaling["default"], dropout, bool(len(layer.lora_magnitude_vector)))
-        if planned != running:
-            yield f"{name} has rank, scale, dropout and DoRA {running} instead of {planned}"
-    saved = [
-        name
-        for name, layer in model.named_modules()
-        if hasattr(layer, "original_module") and hasattr(layer, "modules_to_save")
-    ]
-    for wanted in lora.modules_to_save:
-        if not any(name.endswith(f".{wanted}") for name in saved):
-            yield f"{wanted} is not trained whole"
 
 
 def _cannot_target(lora: Lora, empty: Any) -> Iterator[str]:

@@ -46,17 +46,14 @@ def check_compiler(job: Job) -> None:
         ("model.compile=true", "model.compile=false") if compiles else ("Liger's kernels", "model.kernels=none")
     )
     # What torch calls for a CPU, and Triton for a GPU.
-    names = [os.environ.get("CC", "gcc"), "clang"] if on_gpu else [os.environ.get("CXX", "g++")]
-    if not any(map(shutil.which, names)):
-        raise PlanError(
-            f"{what}: there is no {' or '.join(names)} on PATH, which {'Triton' if on_gpu else 'torch.compile'} needs. Install it "
-            f"(apt-get install build-essential), or set {instead}."
-        )
+    compilers = [os.environ.get("CC", "gcc"), "clang"] if on_gpu else [os.environ.get("CXX", "g++")]
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.is_file():
+    missing = [] if any(map(shutil.which, compilers)) else [f"{' or '.join(compilers)} on PATH"]
+    missing += [] if header.is_file() else [str(header)]
+    if missing:
         raise PlanError(
-            f"{what}: there is no {header}, with which {'Triton' if on_gpu else 'torch.compile'} compiles. Install Python's headers "
-            f"(apt-get install python3-dev, or a Python of uv's), or set {instead}."
+            f"{what}: kernels are compiled on this machine, and there is no {' and no '.join(missing)}. Install a compiler and Python's "
+            f"headers (apt-get install build-essential python3-dev, or a Python of uv's), or set {instead}."
         )
 
 

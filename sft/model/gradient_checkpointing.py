@@ -34,17 +34,6 @@ def has_layers_of_their_own(model: Any) -> bool:
     return all(isinstance(layer, GradientCheckpointingLayer) for layer in _layers(model))
 
 
-def checkpoint_every(model: Any, number: int) -> None:
-    """Switch a model whose training has begun with checkpointing to other layers.
-
-    Args:
-        model: Live.
-        number: Every so many layers; 0 for none.
-    """
-    for place, layer in enumerate(_layers(model)):
-        layer.gradient_checkpointing = number > 0 and place % number == 0
-
-
 def select(model: Any) -> None:
     """Have the layers that recompute keep the outputs of attention, so that everything else is recomputed.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +45,17 @@ def evaluating(trainer: Any) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+
+
+def gathered(parameters: list[Any], changed_on: int | None = None) -> AbstractContextManager[Any]:
+    """Gather the parameters that ZeRO-3 shards, for as long as the context lasts; all ranks get what that one changes in them."""
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded, modifier_rank=changed_on)
+    return context
 
 
 def logits_distance(expected: torch.Tensor, found: torch.Tensor) -> float:

@@ -300,7 +300,7 @@ def _settle_sampling(generation: Any) -> list[str]:
         raise ModelError(f"generation_config.json of the model: {error} Correct it.") from None
     return [
         "generation_config.json sets sampling parameters without do_sample=true, which transformers refuses to save. The tuned "
-        f"model's {'says do_sample=true' if generation.do_sample else 'leaves them out'}."
+        "model's says do_sample=true, or leaves them out where the temperature is 0."
     ]
 
 

@@ -6,7 +6,6 @@ A random row would differ between ranks and starts, and could outweigh every tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from sft.data.store import DocumentStore
 from sft.data.tokenizer import check_vocabulary, new_token_ids
 from sft.errors import PlanError
+from sft.model.live import gathered
 from sft.plan.job import Job
 
 _ROWS_AT_ONCE = 8192
@@ -65,15 +65,6 @@ def _is_zero_3(job: Job) -> bool:
     return job.deepspeed is not None and job.deepspeed.stage == 3
 
 
-def _gathered(parameter: Any) -> AbstractContextManager[Any]:
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-    return context
-
-
 def embed_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str], name: str) -> None:
     """Give the new tokens their rows: the mean of the rows that belong to other tokens, in input and output alike.
 
@@ -103,7 +94,7 @@ def embed_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str], name
 
 
 def _start_as_mean(parameter: Any, new: list[int], others: list[int]) -> None:
-    with torch.no_grad(), _gathered(parameter):
+    with torch.no_grad(), gathered([parameter], changed_on=0):
         ids = torch.tensor(others, device=parameter.device)
         total = torch.zeros(parameter.shape[1:], dtype=torch.float64, device=parameter.device)
         for some in torch.split(ids, _ROWS_AT_ONCE):
@@ -114,8 +105,7 @@ def _start_as_mean(parameter: Any, new: list[int], others: list[int]) -> None:
 def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_tokens: Sequence[str]) -> list[int]:
     """Ids of the data's special tokens whose embedding rows were never trained, rising: adapters would leave them so.
 
-    Such a row is what it was made as: nearly that of another special token, of a spare row, or the mean of all. What is read by the
-    model is looked up in the input embedding, and what it is trained to write in the output embedding too. New tokens are left out.
+    Such a row is what it was made as: nearly that of another special token, of a spare row, or the mean of all. New tokens are left out.
 
     Args:
         model: From load_model; where its weights are sharded, every rank takes part.
@@ -126,14 +116,11 @@ def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_token
     new, vocabulary = set(new_token_ids(tokenizer, new_tokens)), set(tokenizer.get_vocab().values())
     special = sorted(set(tokenizer.added_tokens_decoder) - new)
     ordinary = sorted(vocabulary - set(special) - new)
-    weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    suspects = [_made_up(weight, special, ordinary, vocabulary) for weight in weights]
+    suspects = _made_up(model.get_input_embeddings().weight, special, ordinary, vocabulary)
     found: set[int] = set()
-    for start in range(0, len(store.tokens), _TOKENS_AT_ONCE) if any(suspects) else ():
+    for start in range(0, len(store.tokens), _TOKENS_AT_ONCE) if suspects else ():
         tokens = store.tokens[start : start + _TOKENS_AT_ONCE]
-        written = tokens[store.trained[start : start + _TOKENS_AT_ONCE] == 1]
-        for ids, seen in zip(suspects, (tokens, written), strict=True):
-            found |= set(seen[np.isin(seen, ids)].tolist())
+        found |= set(tokens[np.isin(tokens, suspects)].tolist())
     return sorted(found)
 
 
@@ -141,7 +128,7 @@ def _made_up(weight: Any, special: list[int], ordinary: list[int], vocabulary: s
     """The special tokens whose rows are nearly another special token's, a spare one, or the mean of the ordinary ones."""
     if weight.is_meta:  # on this rank
         return []
-    with torch.no_grad(), _gathered(weight):
+    with torch.no_grad(), gathered([weight]):
         rows = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         spare = [row for row in range(len(rows)) if row not in vocabulary][:1]
         sample = rows[ordinary[:: len(ordinary) // _SAMPLED + 1]].float()

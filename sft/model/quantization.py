@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from sft.hub.flops import full_shape
 from sft.model.weight_checks import DTYPES
@@ -77,35 +75,19 @@ def numels(model: Any) -> dict[str, int]:
     }
 
 
-def dequantized(layer: Any) -> torch.Tensor:
-    """A quantized layer's weight as it is multiplied with, in the shape that the unquantized model has it.
-
-    Where FSDP2 shards it, every rank takes part; under ZeRO-3 it must be gathered.
-    """
-    from bitsandbytes import functional
-
-    weight = layer.weight
-    if type(layer).__name__ == "Linear4bit":
-        packed = weight.full_tensor() if isinstance(weight, DTensor) else weight.data
-        value: torch.Tensor = functional.dequantize_4bit(packed, layer.quant_state)
-    else:
-        scales = layer.state.SCB if weight.SCB is None else weight.SCB
-        value = functional.int8_vectorwise_dequant(weight.data, scales)
-    return value.T if layer.source_cls.__name__ == "Conv1D" else value
-
-
 def dequantize(model: Any, dtype: torch.dtype) -> Any:
     """The model with plain layers on the CPU in place of quantized ones; layer by layer, so that a GPU never holds it dequantized."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
     from transformers.pytorch_utils import Conv1D
 
     for name, layer in quantized_layers(model):
-        weight = torch.nn.Parameter(dequantized(layer).to("cpu", dtype), requires_grad=False)
+        weight = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).to("cpu", dtype)
         with torch.device("meta"):
-            if layer.source_cls is Conv1D:
-                plain: Any = Conv1D(layer.out_features, layer.in_features)
+            if layer.source_cls is Conv1D:  # stored transposed
+                plain, weight = Conv1D(layer.out_features, layer.in_features), weight.T
             else:
                 plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        plain.weight, plain.bias = weight, layer.bias
+        plain.weight, plain.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
         model.set_submodule(name, plain)
     model.hf_quantizer.remove_quantization_config(model)
     for name in _SAYS_QUANTIZED:
@@ -144,17 +126,16 @@ def storage(job: Job) -> torch.dtype:
 
 def describe_running(model: Any) -> str:
     """What the live layers are quantized to, such as `nf4, double quantization, stored as uint8, computed in bf16`; `none` without any."""
-    kinds: Counter[str] = Counter()
+    kinds = set()
     for _, layer in quantized_layers(model):
         if type(layer).__name__ == "Linear8bitLt":
-            kinds["int8"] += layer.weight.dtype == torch.int8
+            kinds.add("int8" if layer.weight.dtype == torch.int8 else "not quantized")
             continue
         state = layer.quant_state
         nested = ", double quantization" if state.nested else ""
-        kinds[
-            f"{state.quant_type}{nested}, stored as {_name(layer.weight.dtype)}, computed in {_name(layer.compute_dtype)}"
-        ] += 1
-    return "; ".join(f"{kind} ({count} layers)" for kind, count in kinds.items()) or "none"
+        words = f"stored as {_name(layer.weight.dtype)}, computed in {_name(layer.compute_dtype)}"
+        kinds.add(f"{state.quant_type}{nested}, {words}")
+    return "; ".join(sorted(kinds)) or "none"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -90,15 +90,10 @@ def find_misfit(model: Any, info: Mapping[str, Any]) -> str | None:
     ]
     if not lines:
         return None
-    lines.append("Copy config.json and all weight files again, from one place.")
-    if any("lm_head" in key for key in missing):
-        lines.append(
-            "If the model shares its output embedding with its input embedding, set tie_word_embeddings to true in config.json."
-        )
-    if unexpected and not missing and not shapes:
-        lines.append(
-            "If the model does not need these tensors: load it with from_pretrained, and save it with save_pretrained."
-        )
+    lines.append(
+        "Copy config.json and all weight files again, from one place. If the model has no output embedding of its own, set "
+        "tie_word_embeddings to true in config.json; if it does not need some tensors, load it and save it with save_pretrained."
+    )
     return "\n".join(lines)
 
 

@@ -6,12 +6,9 @@ that is killed leaves its lock, for which every later start would wait silently.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Collection
@@ -28,7 +25,6 @@ from sft.files import cache_folder
 from sft.plan.deepspeed import DeepSpeedFile
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
-_DISK = "async_io"
 
 
 def own_folder() -> Path:
@@ -40,7 +36,7 @@ def own_folder() -> Path:
 def operations(file: DeepSpeedFile, uses_gpu: bool) -> list[str]:
     """The operations that a training with this file uses: CPU ranks reduce by one, an offloaded optimizer is one, and disks take two."""
     offloads = file.devices[0] != "none" and file.config.get("zero_force_ds_cpu_optimizer", True)
-    disk = ["pin_memory", _DISK] if "nvme" in file.devices else []
+    disk = ["pin_memory", "async_io"] if "nvme" in file.devices else []
     return ([] if uses_gpu else ["deepspeed_shm_comm"]) + (["cpu_adam"] if offloads else []) + disk
 
 
@@ -60,19 +56,14 @@ def prepare_builds(needed: Collection[str]) -> list[str]:
     lines = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".checked").open("w") as alone:
-            # Of ranks that look at once, the second must not remove the lock of the first one's build.
-            fcntl.flock(alone, fcntl.LOCK_EX)
-            for lock in sorted(folder.glob("*/lock")):
-                if _is_held(lock):
-                    lines.append(f"Another process is building {lock.parent.name}: waiting for it.")
-                elif folder == own_folder():
-                    lock.unlink(missing_ok=True)
-                    lines.append(f"A build of {lock.parent.name} was killed, and its lock is removed: {lock}")
-                else:  # maybe of another machine
-                    lines.append(f"Waiting for a build of {lock.parent.name}. If no machine is building it: rm {lock}")
+        for lock in sorted(folder.glob("*/lock")):
+            if folder == own_folder() and not _is_held(lock):
+                lock.unlink(missing_ok=True)
+                lines.append(f"A build of {lock.parent.name} was killed, and its lock is removed: {lock}")
+            else:  # in a folder that the user has named, maybe of another machine
+                lines.append(f"Waiting for a build of {lock.parent.name}. If nothing is building it: rm {lock}")
     except OSError:
-        return []  # read-only, or a file system without locks: torch reports what it cannot do
+        return []  # read-only: torch reports what it cannot do
     unbuilt = [name for name in needed if not (folder / name / f"{name}.so").exists() and not _is_installed(name)]
     if unbuilt:
         _check_compiler(unbuilt)
@@ -98,18 +89,6 @@ def _check_compiler(unbuilt: list[str]) -> None:
             "scripts/sft.sh, or put .venv/bin on PATH (ninja); install a compiler and Python's headers (apt-get install g++ python3-dev); "
             f"or use {instead}."
         )
-    if _DISK in unbuilt and not _links_with_libaio(compiler):
-        raise PlanError(
-            f"train.deepspeed: offload to NVMe needs libaio, and {compiler} finds no libaio.h or no libaio.so. Install it (apt-get install "
-            "libaio-dev), name its place in CFLAGS and LDFLAGS, or use zero3_offload."
-        )
-
-
-def _links_with_libaio(compiler: str) -> bool:
-    flags = [word for name in ("CFLAGS", "LDFLAGS") for word in shlex.split(os.environ.get(name, ""))]
-    program = b"#include <libaio.h>\nint main() { return io_setup(1, nullptr); }"
-    words = [compiler, "-x", "c++", "-", *flags, "-laio", "-o", os.devnull]
-    return subprocess.run(words, input=program, capture_output=True, check=False).returncode == 0
 
 
 def _is_held(lock: Path) -> bool:

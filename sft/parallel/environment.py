@@ -20,9 +20,6 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 _OF_A_GROUP = (*LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE")
 
-_DRIVER_OF_CUDA_13 = 580
-"""CUDA runs on a driver of its own major version or a newer one; NVIDIA's release notes."""
-
 
 def environment_without_launcher() -> dict[str, str]:
     """This process's environment for a process by itself, without what launchers and accelerate set."""
@@ -39,11 +36,6 @@ def settle_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def nccl_log(folder: Path, number: int) -> Path:
-    """Where NCCL logs until the run is known; it begins with the process group."""
-    return folder / f".nccl-{number}-{os.getpid()}.log"
-
-
 def set_debug_environment(ddp: bool, uses_gpu: bool, folder: Path) -> None:
     """Make the libraries log and compare more; `folder` is that of the recipe's runs. Keeps what the user has set."""
     values = {
@@ -55,7 +47,7 @@ def set_debug_environment(ddp: bool, uses_gpu: bool, folder: Path) -> None:
     }
     if uses_gpu:
         folder.mkdir(parents=True, exist_ok=True)
-        values["NCCL_DEBUG_FILE"] = str(nccl_log(folder, int(os.environ.get("RANK", "0"))))
+        values["NCCL_DEBUG_FILE"] = str(folder / f"rank-{os.environ.get('RANK', '0')}.nccl.log")
     for name, value in values.items():
         os.environ.setdefault(name, value)
     if "torch" in sys.modules:  # it reads the level when it is imported, and the plan may have done that
@@ -152,14 +144,8 @@ def check_devices(hardware: Hardware) -> None:
         raise PlanError(
             f"torch sees a GPU that its driver's library (NVML) does not list, so the plan is for a CPU. To {cpu}."
         )
-    name, driver, cuda = hardware.gpu.name, driver_version(), torch.version.cuda
-    if cuda is None:
-        why = "is a build without CUDA"
-    elif driver and int(cuda.split(".")[0]) >= 13 and int(driver.split(".")[0]) < _DRIVER_OF_CUDA_13:
-        why = f"is built for CUDA {cuda}, which needs driver {_DRIVER_OF_CUDA_13} or newer"
-    else:
-        why = f"is built for CUDA {cuda}, and does not start on it"
     raise PlanError(
-        f"This machine has {name} with driver {driver or 'unknown'}, and torch {torch.__version__} {why}. Install a torch that fits the "
-        f"driver (README.md: Install it your way), or {cpu}."
+        f"This machine has {hardware.gpu.name} with driver {driver_version() or 'unknown'}, and torch {torch.__version__} (CUDA: "
+        f"{torch.version.cuda}) does not start on it. CUDA 13 needs driver 580 or newer. Install a torch that fits the driver (README.md: "
+        f"Install it your way), or {cpu}."
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import ModelError, PlanError
+from sft.errors import ModelError
 from sft.parallel.patches import only_these_are_wrapped
 from sft.plan.job import Job
 from sft.plan.parallelism import mesh_shape
@@ -131,54 +130,6 @@ def shards(model: Any) -> list[DTensor]:
     return [parameter for parameter in parameters if parameter.device_mesh.size() > 1]
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a live model is sharded."""
-
-    mesh: tuple[int, int]
-    """Copies of the model, and ranks that share each."""
-
-    reshard: bool
-    """Whether units free gathered weights after the forward pass."""
-
-    offload: bool
-    compute: torch.dtype | None
-    """None: the weights' own."""
-
-    reduce: torch.dtype | None
-    """None: the gradients' own."""
-
-    prefetch: tuple[int, int]
-    """Units gathered ahead by an explicit order, at most: forward and backward."""
-
-
-def read_sharding(model: Any) -> Sharding:
-    """What torch has made of the model.
-
-    Raises:
-        PlanError: Its units are sharded in different ways, or none is.
-    """
-    states = [unit._get_fsdp_state() for unit in sharded_units(model)]
-    groups = [group for state in states for group in _parameter_groups(state)]
-    meshes = {tuple(shard.device_mesh.shape) for shard in shards(model)}
-    dtypes = {(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) for group in groups}
-    if len(meshes) != 1 or len(dtypes) != 1:
-        raise PlanError(f"FSDP2 has not sharded the model uniformly, as planned: meshes {meshes}, dtypes {dtypes}.")
-    (mesh,), ((compute, reduce),) = meshes, dtypes
-    copies, ranks = (1, *mesh) if len(mesh) == 1 else mesh
-    return Sharding(
-        mesh=(copies, ranks),
-        reshard=any(group.post_forward_mesh_info is not None for group in groups),
-        offload=all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
-        compute=compute,
-        reduce=reduce,
-        prefetch=(
-            max(len(state._states_to_forward_prefetch) for state in states),
-            max(len(state._states_to_backward_prefetch) for state in states),
-        ),
-    )
-
-
 def _parameter_groups(state: Any) -> list[Any]:
     """The parameters that a unit gathers together: none where its inner units have taken all."""
     # From torch 2.11 on it may have several.
@@ -187,25 +138,35 @@ def _parameter_groups(state: Any) -> list[Any]:
 
 
 def sharding_readings(trainer: Any, job: Job) -> list[tuple[str, object, object]]:
-    """What was planned of the sharding and what the live model has, by name."""
-    fsdp, found, model = job.fsdp, read_sharding(trainer.model), trainer.model
+    """What was planned of the sharding and what torch has made of the live model, by name; all units must have the same."""
+    fsdp, model = job.fsdp, trainer.model
     assert fsdp is not None
     half = job.plan.precision.value != "fp32"
+    states = [unit._get_fsdp_state() for unit in sharded_units(model)]
+    groups = [group for state in states for group in _parameter_groups(state)]
+    meshes = {tuple(shard.device_mesh.shape) for shard in shards(model)}
+    reshards = {group.post_forward_mesh_info is not None for group in groups}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     sharded = sum(isinstance(layer, FSDPModule) for layer in layers)
     sync = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")
     readings: list[tuple[str, object, object]] = [
-        ("mesh (copies, ranks of each)", mesh_shape(fsdp, job.hardware), found.mesh),
+        ("mesh (copies, ranks of each)", {mesh_shape(fsdp, job.hardware)}, {(1, *mesh)[-2:] for mesh in meshes}),
         ("parameters not sharded", 0, len(list(model.parameters())) - len(shards(model))),
-        ("reshard_after_forward", fsdp.sharding_strategy != "shard_grad_op", found.reshard),
-        ("offload_params", fsdp.offload_params, found.offload),
-        ("dtype of computation", torch.bfloat16 if half else None, found.compute),
-        ("dtype of gradient reduction", torch.float32 if half else None, found.reduce),
+        # The root keeps its weights for the backward pass, which follows at once.
+        ("reshard_after_forward", fsdp.sharding_strategy != "shard_grad_op", any(reshards)),
+        ("offload_params", {fsdp.offload_params}, {isinstance(one.offload_policy, CPUOffloadPolicy) for one in groups}),
+        ("dtype of computation", {torch.bfloat16 if half else None}, {one.mp_policy.param_dtype for one in groups}),
+        (
+            "dtype of gradient reduction",
+            {torch.float32 if half else None},
+            {one.mp_policy.reduce_dtype for one in groups},
+        ),
         ("gradients reduced at each micro-batch", True, bool(sync)),
     ]
     if fsdp.min_num_params is None:
         readings.append(("layers sharded as units", len(layers), sharded))
     if fsdp.prefetch:
-        layers_ahead = min(fsdp.prefetch, sharded - 1)
-        readings.append(("prefetch", (layers_ahead, layers_ahead), found.prefetch))
+        ahead = max(len(state._states_to_forward_prefetch) for state in states)
+        behind = max(len(state._states_to_backward_prefetch) for state in states)
+        readings.append(("prefetch", (min(fsdp.prefetch, sharded - 1),) * 2, (ahead, behind)))
     return readings

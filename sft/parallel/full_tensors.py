@@ -1,7 +1,6 @@
 """Gathers full tensors out of the ranks' shards, and gives each rank its shard of a full one; for FSDP2 and tensor parallelism.
 
-Checkpoints of tensor parallelism hold full tensors, as those of one process do: transformers refuses to checkpoint the optimizer of such a
-model.
+Checkpoints of tensor parallelism, and of FSDP2 with `state_dict_type: full`, hold full tensors, as those of one process do.
 """
 
 from __future__ import annotations
@@ -10,13 +9,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-
-def full(value: Any) -> Any:
-    """A tensor with all ranks' shards, on the CPU; everything else as it is. Every rank takes part."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().cpu()
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def shard_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -52,9 +44,13 @@ def full_state(
     return state
 
 
-def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state_dict with full tensors. Every rank takes part."""
+def full_optimizer_state(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
+    """The optimizer's state_dict with full tensors, of which none stay where not `keep`. Every rank takes part."""
     state = optimizer.state_dict()
     for number, entries in state["state"].items():
-        state["state"][number] = {name: full(value) for name, value in entries.items()}
+        # The number of steps is one tensor, or a number, on every rank.
+        gathered = {
+            name: value.full_tensor().cpu() if isinstance(value, DTensor) else value for name, value in entries.items()
+        }
+        state["state"][number] = gathered if keep else {}
     return state

@@ -18,9 +18,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-
-from sft.errors import PlanError
 
 _CHUNK = 2**27
 """Elements whose gradients are fp32 at one time in the step, 512 MiB; or one weight, where that is larger."""
@@ -50,6 +47,12 @@ class MasterAdamW(torch.optim.AdamW):
         if accumulate_in_fp32:
             for weight in self.weights:
                 weight.grad_dtype = torch.float32
+
+    @property
+    def grad_acc_dtype(self) -> torch.dtype:
+        """What gradients of bf16 weights are added up in, as DeepSpeed's optimizer names it."""
+        rounded = [weight.grad_dtype for weight in self.weights if weight.dtype != torch.float32]
+        return rounded[0] or torch.bfloat16 if rounded else torch.float32
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -116,29 +119,3 @@ class MasterAdamW(torch.optim.AdamW):
     def _own_masters(self) -> list[torch.Tensor]:
         pairs = zip(self.weights, self.masters, strict=True)
         return [master for weight, master in pairs if weight.dtype != master.dtype]
-
-
-def _is_spread(optimizer: torch.optim.Optimizer) -> bool:
-    return any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool, gradients: str) -> None:
-    """Compare the live optimizer with the plan.
-
-    Raises:
-        PlanError: It is another kind, not fused, or holds something else than fp32.
-    """
-    found = []
-    if isinstance(optimizer, MasterAdamW) != master_weights or not isinstance(optimizer, torch.optim.AdamW):
-        found.append(f"{type(optimizer).__name__} {'instead of' if master_weights else 'is not'} plain fused AdamW")
-    # Over divided and whole weights transformers 5.17 takes the plain loop; 5.23 gives each kind a group of its own.
-    if not _is_spread(optimizer) and not all(group.get("fused") for group in optimizer.param_groups):
-        found.append("AdamW is not the fused one")
-    if isinstance(optimizer, MasterAdamW):
-        kinds = {weight.grad_dtype for weight in optimizer.weights if weight.dtype == torch.bfloat16}
-        if kinds - {torch.float32 if gradients == "fp32" else torch.bfloat16}:
-            found.append(f"gradients are added up in {kinds}, planned {gradients}")
-        if {master.dtype for master in optimizer.masters} != {torch.float32}:
-            found.append("master weights are not fp32")
-    if found:
-        raise PlanError("\n  ".join(["The optimizer is not what was planned. Report this with plan.json:", *found]))

@@ -7,12 +7,13 @@ divide it evenly, train.remainder=fill gives them more slots than there are sequ
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, isqrt, sqrt
+from math import ceil, isqrt, prod, sqrt
 
 from sft.errors import PlanError
+from sft.hub.data_facts import DataFacts
 from sft.plan.hardware import Hardware
 from sft.plan.memory_estimate import MemoryEstimate
-from sft.plan.plan import DataSize, Decision, TuningResult, stated
+from sft.plan.plan import Decision, TuningResult, stated
 from sft.recipe.schema import Recipe
 
 
@@ -26,23 +27,18 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def _groups(recipe: Recipe) -> str:
-    """The keys that make ranks work on one batch together, with their sizes; empty where there are none."""
-    keys = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size")
-    sizes = {key: getattr(recipe.train, key) for key in keys}
-    return " x ".join(f"train.{key}={size}" for key, size in sizes.items() if size > 1)
-
-
 def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[int]:
     """Ranks, or groups that share a batch, each with sequences of its own. Raises PlanError if the ranks do not divide into groups."""
-    train, groups = recipe.train, _groups(recipe)
-    size = train.tensor_parallel_size * train.sequence_parallel_size * train.pipeline_parallel_size
+    keys = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size")
+    sizes = {f"train.{key}={size}": size for key in keys if (size := getattr(recipe.train, key)) > 1}
+    size = prod(sizes.values())
     if hardware.ranks % size:
         raise PlanError(
-            f"{groups}: groups of {size} ranks, and {hardware.ranks} is no multiple of that. Start a multiple of {size}, or lower the size."
+            f"{' x '.join(sizes)}: groups of {size} ranks, and {hardware.ranks} is no multiple of that. Start a multiple of {size}, or "
+            "lower the size."
         )
-    how = f" / {groups}" if groups else ", each with sequences of its own"
-    return Decision(hardware.ranks // size, f"{hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}{how}")
+    how = f"{hardware.ranks} ranks / groups of {size}" if size > 1 else "each with sequences of its own"
+    return Decision(hardware.ranks // size, how)
 
 
 def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Decision[int]:
@@ -55,17 +51,15 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Decision[int]:
     assert tokens is not None
     if tokens % length:
         key = "max_length" if recipe.data.pack_length is None else "pack_length"
+        one_pass = length * resolve_data_parallel_ranks(recipe, hardware).value * _stated_micro_batch(recipe)
         raise PlanError(
-            f"train.global_batch_tokens={tokens} is not a multiple of data.{key}={length}. The nearest that can be used here: "
-            f"{_nearest(tokens, length * _one_pass(recipe, hardware))}."
+            f"train.global_batch_tokens={tokens} is not a multiple of data.{key}={length}. Set it to {_nearest(tokens, one_pass)}."
         )
     return Decision(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
 
 
-def _one_pass(recipe: Recipe, hardware: Hardware) -> int:
-    """What the batch must be a multiple of: the ranks, times the recipe's micro-batch where it has one."""
-    micro = recipe.train.micro_batch_size
-    return resolve_data_parallel_ranks(recipe, hardware).value * (micro if isinstance(micro, int) else 1)
+def _stated_micro_batch(recipe: Recipe) -> int:
+    return recipe.train.micro_batch_size if isinstance(recipe.train.micro_batch_size, int) else 1
 
 
 def _nearest(number: int, unit: int) -> str:
@@ -81,37 +75,26 @@ def _nearest(number: int, unit: int) -> str:
 def check_batch(recipe: Recipe, hardware: Hardware) -> None:
     """Refuse a batch that the ranks cannot divide, whatever the model (PlanError, with sizes that work)."""
     sequences, ranks = resolve_sequences(recipe, hardware).value, resolve_data_parallel_ranks(recipe, hardware).value
-    if recipe.train.remainder == "fill":
+    micro, train = _stated_micro_batch(recipe), recipe.train
+    if train.remainder == "fill" or sequences % (micro * ranks) == 0:
         return
-    key, value, unit = _batch_as_written(recipe, sequences)
-    if sequences % ranks:
-        group = hardware.ranks // ranks
-        counts = ", ".join(str(divisor * group) for divisor in divisors(sequences) if divisor <= 2 * ranks)
-        raise PlanError(
-            f"{key}={value} cannot be shared by {ranks} {_sharers(recipe, hardware)}: it is not a multiple. Set {key} to "
-            f"{_nearest(value, _one_pass(recipe, hardware) * unit)}, or use a number of {hardware.noun} that divides it: {counts}. "
-            "Or keep both with train.remainder=fill, which leaves some slots of each step empty."
-        )
-    share, micro = sequences // ranks, recipe.train.micro_batch_size
-    if micro != "auto" and share % micro:
-        *smaller, largest = [divisor for divisor in divisors(share) if divisor <= micro]
-        others = f" (or {', '.join(map(str, smaller))})" if smaller else ""
-        raise PlanError(
-            f"{key}={value} is not a multiple of micro_batch_size x {_sharers(recipe, hardware)} = {micro} x {ranks} = {micro * ranks}. "
-            f"Set train.micro_batch_size to {largest}{others}."
-        )
-
-
-def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int, int]:
-    """The recipe's key for the batch, its value, and how many of its units are one sequence."""
-    if recipe.train.global_batch_tokens is None:
-        return "train.global_batch_size", sequences, 1
-    return "train.global_batch_tokens", recipe.train.global_batch_tokens, recipe.sequence_length
+    in_tokens = train.global_batch_tokens is not None
+    key, unit = ("train.global_batch_tokens", recipe.sequence_length) if in_tokens else ("train.global_batch_size", 1)
+    remedy = (
+        f"Set {key} to {_nearest(sequences * unit, micro * ranks * unit)}, use a number of {hardware.noun} that divides it, or set "
+        "train.remainder=fill, which leaves some slots of each step empty."
+    )
+    if sequences % ranks == 0:
+        remedy = f"Set train.micro_batch_size to {max(one for one in divisors(sequences // ranks) if one <= micro)}."
+    raise PlanError(
+        f"{key}={sequences * unit} is not a multiple of micro_batch_size x {_sharers(recipe, hardware)} = {micro} x {ranks} = "
+        f"{micro * ranks}{f' sequences of {unit} tokens' if in_tokens else ''}. {remedy}"
+    )
 
 
 def _sharers(recipe: Recipe, hardware: Hardware) -> str:
-    groups = _groups(recipe)
-    return f"groups of {hardware.noun} ({groups})" if groups else hardware.noun
+    each = resolve_data_parallel_ranks(recipe, hardware).value == hardware.ranks
+    return hardware.noun if each else f"groups of {hardware.noun}"
 
 
 def split_batch(
@@ -139,7 +122,7 @@ def split_batch(
         )
         empty = Decision(slots - sequences, reason)
     filled = f" - {empty.value} empty" if empty.value else ""
-    of = hardware.noun if ranks == hardware.ranks else f"groups of {hardware.noun}"
+    of = _sharers(recipe, hardware)
     arithmetic = f"{sequences} = {micro.value} x {accumulation} x {ranks}{filled} (micro-batch x accumulation x {of})"
     return micro, Decision(accumulation, arithmetic), empty
 
@@ -155,37 +138,30 @@ def _micro_batch(
     stated_size = recipe.train.micro_batch_size
     if stated_size != "auto":
         return Decision(stated_size, "the recipe")
-    if tuned and tuned.micro_batch_size and share % tuned.micro_batch_size == 0:
+    if tuned and share % tuned.micro_batch_size == 0:
         return Decision(tuned.micro_batch_size, tuned.reason)
-    budget, why = _token_budget(recipe, hardware, attention)
-    stages = recipe.train.pipeline_parallel_size
-    if stages > 1:
+    budget = _token_budget(recipe, hardware, attention)
+    if (stages := recipe.train.pipeline_parallel_size) > 1:
         # Four micro-batches a stage leave less than a fifth of the time idle.
         budget = min(budget, max(1, share // (4 * stages)) * recipe.sequence_length)
-        why = f"{why}, and four micro-batches for each of {stages} stages"
     sizes = [one for one in reversed(divisors(share)) if one == 1 or one * recipe.sequence_length <= budget]
     size = next((one for one in sizes if (need := memory_with(one)) is None or need.lack is None), 1)
     full = f"; {sizes[0]} would not fit" if size < sizes[0] else ""
-    failed = f"; {tuned.reason}" if tuned else ""
-    reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){full}{failed}"
-    return Decision(size, reason)
+    return Decision(size, f"auto: the largest divisor of {share} within {budget} tokens a forward pass{full}")
 
 
-def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
+def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> int:
     """Tokens of a forward pass: a rule of thumb, at which the activations of a 3B model with checkpointing fit with room."""
-    gpu, is_masked = hardware.gpu, recipe.data.packing and attention in ("sdpa", "eager")
-    if recipe.data.packing and recipe.train.sequence_parallel_size > 1:
-        return recipe.sequence_length, "one pack, which the ranks of a group share"
-    if gpu is None:
-        return (512, f"on a CPU, {attention}'s packed mask grows with the square") if is_masked else (1024, "on a CPU")
-    if is_masked:
-        why = f"one pack: {attention}'s mask over several grows with the square of their tokens"
-        return recipe.sequence_length, why
-    tokens = 16384 if gpu.memory_gib >= 70 else 8192 if gpu.memory_gib >= 38 else 4096
-    return tokens, f"a GPU of {gpu.memory_gib:.0f} GiB"
+    if recipe.data.packing and (attention in ("sdpa", "eager") or recipe.train.sequence_parallel_size > 1):
+        return (
+            recipe.sequence_length
+        )  # a mask over several packs grows with the square of their tokens, and a group of ranks shares one
+    if hardware.gpu is None:
+        return 1024
+    return 16384 if hardware.gpu.memory_gib >= 70 else 8192 if hardware.gpu.memory_gib >= 38 else 4096
 
 
-def sequences_per_epoch(recipe: Recipe, data: DataSize) -> int:
+def sequences_per_epoch(recipe: Recipe, data: DataFacts) -> int:
     """Packs with packing, as if all were full where they are not counted; else documents."""
     if data.sequences is not None:
         return data.sequences

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
-from sft.plan.plan import DataSize, Plan
+from sft.plan.plan import Plan
 from sft.recipe.schema import Fsdp, Recipe
 
 
@@ -21,7 +22,7 @@ class Case:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
-    data: DataSize | None = None
+    data: DataFacts | None = None
 
     @property
     def file(self) -> str:

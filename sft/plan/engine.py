@@ -80,8 +80,9 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
     name: str | None
     if hardware.gpu is None or model.parameters is None:
         name = order_of_engines(recipe, hardware, model)[0]
-        why = "on a CPU" if hardware.gpu is None else "the model's size is not known before it is downloaded"
-        reason = f"{engine_words(name, recipe, hardware)}, the first that is tried ({why})"
+        reason = (
+            f"{engine_words(name, recipe, hardware)}, the first that is tried: the model's size on a GPU is not known"
+        )
     else:
         name, estimates = first_that_fits(recipe, hardware, model)
         lacks = ", ".join(
@@ -92,12 +93,13 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
         if name is None:
             first, estimate = next(iter(estimates.items()))
             bars = "\n".join(memory_bars(estimate.as_json(), engine=engine_words(first, recipe, hardware)))
-            what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
             raise PlanError(
-                f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, "
-                f"by arithmetic: {lacks}. {REMEDY}\n\n{bars}"
+                f"train.parallel=auto: training a model of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}: "
+                f"{lacks}. {REMEDY}\n\n{bars}"
             )
         reason = f"{engine_words(name, recipe, hardware)} is the cheapest that fits{'; ' if lacks else ''}{lacks}"
+        if name == "zero3" and hardware.ranks > hardware.ranks_per_node:
+            reason += "; over slow links train.pipeline_parallel_size sends less (docs/pipeline.md)"
     return Decision(None if name == "none" else name, f"auto: {reason}")
 
 
@@ -144,8 +146,7 @@ def resolve_engine(
     elif fsdp is not None:
         engine, reason = FSDP2, describe_fsdp(fsdp, hardware)
     elif ranks == 1:
-        unused = "train.fsdp has no effect" if recipe.train.fsdp else "train.deepspeed is not set"
-        engine, reason = "one process", f"{unused}, and there is one process"
+        engine, reason = "one process", "there is one process, and no train.deepspeed"
     elif recipe.train.tensor_parallel_size > 1:
         engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
     elif recipe.train.pipeline_parallel_size > 1:

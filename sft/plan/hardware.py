@@ -56,8 +56,6 @@ class Hardware:
 
     has_bitsandbytes: bool = True
     """Of a machine that is not here it is assumed."""
-    cpu_memory_assumed: bool = False
-    """A guess for a machine that is not here."""
 
     @property
     def device(self) -> str:
@@ -110,7 +108,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def check_visible_gpus() -> None:
-    """Refuse a CUDA_VISIBLE_DEVICES that names a GPU twice or one that is not there (PlanError): CUDA would use those before it.
+    """Refuse a CUDA_VISIBLE_DEVICES of which CUDA would show a part only (PlanError).
 
     `-1` and an empty value hide all GPUs and are no mistake.
     """
@@ -118,23 +116,14 @@ def check_visible_gpus() -> None:
     named = _entries(visible)
     if named[:1] in ([], ["-1"], ["NoDevFiles"]):
         return
-    devices = _devices()
-    count = len(devices)
-    if not devices:
+    if not (devices := _devices()):
         return
-    if len(set(named)) < len(named):
-        raise PlanError(f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice. Name each once.")
-    if unknown := [entry for entry in named if _matching(entry, devices) is None]:
-        there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
+    found = [_matching(entry, devices) for entry in named]
+    slices = any(device and device.uuid.startswith("MIG-") for device in found)
+    if len(set(named)) < len(named) or None in found or (slices and len(named) > 1):
         raise PlanError(
-            f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {', '.join(unknown)} here; this machine has {there}. Name those that are "
-            "there, or unset it for all."
-        )
-    if len(named) > 1 and any(
-        (device := _matching(entry, devices)) and device.uuid.startswith("MIG-") for entry in named
-    ):
-        raise PlanError(
-            f"CUDA_VISIBLE_DEVICES={visible}: CUDA shows a process one slice of a GPU (MIG) and nothing beside it. Name one slice."
+            f"CUDA_VISIBLE_DEVICES={visible}: CUDA would not show all of them. Name GPUs that are there (this machine has {len(devices)}, "
+            "counted from 0), each once, or one slice of a GPU (MIG)."
         )
 
 
@@ -142,17 +131,15 @@ def _devices() -> list[_Device]:
     """What NVML lists; empty without a driver. Raises PlanError if a driver is there and does not answer, as after its update."""
     try:
         pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_device(str(index), handle) for index, handle in enumerate(handles)]
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return []
     except pynvml.NVMLError as error:
-        raise _no_answer(error) from None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [_device(str(index), handle) for index, handle in enumerate(handles)]
-    except pynvml.NVMLError as error:
-        raise _no_answer(error) from None
-    finally:
-        pynvml.nvmlShutdown()
+        raise PlanError(
+            f"The NVIDIA driver is installed and does not list its GPUs: {error}. See what nvidia-smi says; often a restart helps. "
+            "To train on the CPU, set CUDA_VISIBLE_DEVICES= (empty)."
+        ) from None
 
 
 def driver_version() -> str | None:
@@ -162,13 +149,6 @@ def driver_version() -> str | None:
         return str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
         return None
-
-
-def _no_answer(error: pynvml.NVMLError) -> PlanError:
-    return PlanError(
-        f"The NVIDIA driver is installed and does not list its GPUs: {error}. See what nvidia-smi says; often a restart helps. "
-        "To train on the CPU, set CUDA_VISIBLE_DEVICES= (empty)."
-    )
 
 
 def _device(index: str, handle: Any) -> _Device:
@@ -212,8 +192,7 @@ def _matching(entry: str, devices: list[_Device]) -> _Device | None:
         for one in device.slices:
             if one.uuid == entry:
                 return one
-        # MIG-GPU-<uuid>/<instance>/<instance>, as older drivers name a slice.
-        if entry == device.index or device.uuid.startswith(entry.removeprefix("MIG-").partition("/")[0]):
+        if entry == device.index or device.uuid.startswith(entry):
             return device.slices[0] if device.slices else device
     return None
 
@@ -298,17 +277,16 @@ def described_hardware(description: str) -> Hardware:
     """
     form = r"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<kind>[\w -]+?)(?:\+(?P<memory>\d+)(?:GB|GiB|G)?)?"
     match = re.fullmatch(form, description, flags=re.IGNORECASE)
-    numbers = {name: int(text) for name in ("nodes", "gpus", "memory") if match and (text := match[name])}
-    nodes, gpus = numbers.get("nodes", 1), numbers.get("gpus", 0)
-    if gpus > 8 and gpus % 8 == 0 and "nodes" not in numbers:
+    nodes, gpus = (int(match["nodes"] or 1), int(match["gpus"])) if match else (0, 0)
+    if gpus > 8 and gpus % 8 == 0 and nodes == 1:
         nodes, gpus = gpus // 8, 8
     gpu = _described_gpu(match["kind"]) if match else None
-    if gpu is None or 0 in numbers.values() or (gpus > 8 and "nodes" not in numbers):
+    if match is None or gpu is None or 0 in (nodes, gpus) or (gpus > 8 and nodes == 1):
         raise PlanError(
             f"--on {description}: write the number of GPUs and the memory or the name of each, for example 8x80GB or 8xH100; with nodes "
             f"before it, 2x8x80GB; with the memory of a node behind it, 8x80GB+1000GB. Names: {', '.join(one.name for one in GPU_MODELS)}."
         )
-    return machine(gpu, nodes, gpus, numbers.get("memory"))
+    return machine(gpu, nodes, gpus, float(match["memory"] or 0))
 
 
 def _described_gpu(kind: str) -> Gpu | None:
@@ -320,9 +298,7 @@ def _described_gpu(kind: str) -> Gpu | None:
     return Gpu(UNNAMED, int(memory[1]), 8.0) if memory and int(memory[1]) else None
 
 
-def machine(gpu: Gpu, nodes: int, gpus: int, cpu_memory_gib: float | None = None) -> Hardware:
+def machine(gpu: Gpu, nodes: int, gpus: int, cpu_memory_gib: float = 0) -> Hardware:
     """A machine to do arithmetic for; without a number a node has twice the memory of its GPUs, as rented ones mostly have."""
     memory = cpu_memory_gib or 2 * gpus * gpu.memory_gib
-    return Hardware(
-        gpu, nodes * gpus, gpus, cpu_cores(), memory, is_described=True, cpu_memory_assumed=cpu_memory_gib is None
-    )
+    return Hardware(gpu, nodes * gpus, gpus, cpu_cores(), memory, is_described=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import PlanError
+from sft.hub.data_facts import DataFacts
 from sft.plan.case import Case
-from sft.plan.plan import DataSize, Decision, TuningResult
+from sft.plan.plan import Decision, TuningResult
 from sft.plan.resolve import resolve_plan
 
 
@@ -26,7 +27,7 @@ class Job(Case):
         inside = self.recipe_path.parent / "run.json"
         return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
 
-    def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
+    def with_data(self, data: DataFacts, tuned: TuningResult | None = None) -> Job:
         """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
         return replace(self, plan=plan, data=data)
@@ -44,7 +45,7 @@ OPEN = {
 REASON = "auto: as this run was started"
 
 
-def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
+def keep_decisions(job: Job, data: DataFacts, earlier: Mapping[str, Any]) -> Job:
     """The job with its data counted, and with the decisions of its run's plan.json (`earlier`, by name). Raises PlanError if they
     cannot be had here."""
     recipe, kept = job.recipe, {}
@@ -68,8 +69,4 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
     decisions: dict[str, Any] = {
         name: Decision(value, REASON) for name, value in kept.items() if getattr(plan, name).value == value
     }
-    same = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
-    if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
-        # It also follows from the memory of the machine.
-        decisions["gradients"] = Decision(earlier["gradients"], REASON)
     return replace(job, plan=replace(plan, **decisions), data=data)

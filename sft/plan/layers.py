@@ -8,14 +8,12 @@ from sft.errors import PlanError
 from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
-from sft.plan.plan import Decision, TuningResult, stated
+from sft.plan.plan import Decision, TuningResult
 from sft.recipe.schema import Recipe
 
 HEAD_TILE = (4096, 32768)
 """Tokens and words whose logits TRL's fused head has at one time: its TOKEN_CHUNK_SIZE, and
 _CHUNKED_LOGPROB_CHUNK_SIZE whatever the vocabulary."""
-
-_NAMES = {"flash_attention_3": "flash-attn 3", "flash_attention_2": "flash-attn"}
 
 
 def resolve_attention(
@@ -38,20 +36,21 @@ def resolve_attention(
             f"data.packing=true, and {models} have recurrent layers, which carry their state from one packed document into the next. Set "
             "data.packing=false."
         )
-    described = hardware.is_described and wanted != "auto"
-    if described:  # what the recipe names is taken to be installed there
+    if hardware.is_described and wanted != "auto":  # what the recipe names is taken to be installed there
         hardware = replace(hardware, has_flash_attention=True, has_flash_attention_3=True)
     problems = _attention_problems(hardware, precision, known, models)
     if wanted == "auto":
         tried = [name for name in problems if packing or not name.startswith("varlen")]
         name = next(name for name in tried if problems[name] is None)
-        chosen = Decision(name, f"auto: {_attention_reason(name, hardware, packing, problems)}")
+        missed = {"eager": "sdpa", "sdpa": "varlen" if packing else ""}.get(name)
+        why = f"no {missed}, {problems[missed]}" if missed else "the first that runs here"
+        apart = "by a block mask" if name in ("sdpa", "eager") else "by their boundaries"
+        chosen = Decision(name, f"auto: {why}{f'; packed documents stay apart {apart}' if packing else ''}")
     elif problem := problems[wanted]:
         others = "auto or eager" if problems["sdpa"] else "auto or sdpa"
         raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to {others}.")
     else:
-        assumed = f"; that {_NAMES[wanted]} is installed there is assumed" if described and wanted in _NAMES else ""
-        chosen = Decision(wanted, f"the recipe{assumed}")
+        chosen = Decision(wanted, "the recipe")
     if packing and known.blind_mask and chosen.value in ("sdpa", "eager"):
         raise PlanError(
             f"data.packing=true, and the masks of {models} do not follow documents: with {chosen.value} they would see each other. Set "
@@ -103,32 +102,15 @@ def _attention_problems(hardware: Hardware, precision: str, known: Architecture,
     return {name: next((why for applies, why in reasons if applies), None) for name, reasons in rows.items()}
 
 
-def _attention_reason(name: str, hardware: Hardware, packing: bool, problems: dict[str, str | None]) -> str:
-    apart = "packed documents stay apart by their boundaries" if packing else "no packing"
-    if name in _NAMES:
-        return f"{_NAMES[name]} is installed; {apart}"
-    if name.startswith("varlen_"):
-        return f"FlashAttention-{name[-1]} inside torch, from its package; {apart}"
-    if name == "varlen":
-        return f"{'FlashAttention inside torch' if hardware.gpu else 'sdpa, document by document'}; {apart}"
-    masked = "; packed documents stay apart by a block mask" if packing else ""
-    if name == "sdpa":
-        return f"no varlen, {problems['varlen']}{masked}" if packing else apart
-    return f"no sdpa, {problems['sdpa']}{masked}"
-
-
 def resolve_kernels(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
     """`liger` or `none`, as they will run; sft/plan/refusals.py refuses an explicit `liger` that has a problem."""
-    wanted = recipe.model.kernels
-    if wanted == "none":
-        return Decision("none", "the recipe")
+    wanted, problem = recipe.model.kernels, kernels_problem(recipe, hardware, model)
     if wanted == "liger" and hardware.gpu is None:
         why = "the recipe asks for liger, whose kernels do not run on a CPU; plain layers give the same result"
         return Decision("none", why)
-    if wanted == "auto" and (problem := kernels_problem(recipe, hardware, model)):
-        return Decision("none", f"auto: {problem}")
-    reason = "auto" if wanted == "auto" else "the recipe"
-    return Decision("liger", f"{reason}: fused norms, rotary embedding and MLP; the loss path is TRL's fused head")
+    if wanted == "auto":
+        return Decision("none" if problem else "liger", f"auto: {problem or 'fused norms, rotary embedding and MLP'}")
+    return Decision(wanted, "the recipe")
 
 
 def kernels_problem(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> str | None:
@@ -143,13 +125,6 @@ def kernels_problem(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> st
     return next((why for applies, why in rows if applies), None)
 
 
-def resolve_compile(recipe: Recipe) -> Decision[bool]:
-    """Whether each decoder layer is compiled."""
-    if recipe.model.compile:
-        return Decision(True, "the recipe: each decoder layer, for any number of tokens and documents")
-    return Decision(False, stated(recipe.model, "compile"))
-
-
 def resolve_checkpointing(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, tuned: TuningResult | None
 ) -> Decision[bool | int | str]:
@@ -158,12 +133,8 @@ def resolve_checkpointing(
     is_reentrant = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
     kind = "reentrant, which TRL needs for adapters under ZeRO-3" if is_reentrant else "non-reentrant"
     if wanted != "auto":
-        every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
-        return Decision(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
-    found = tuned.gradient_checkpointing if tuned else None
-    if tuned and found is not None:
+        return Decision(wanted, f"the recipe; {kind}" if wanted else "the recipe")
+    if tuned:
+        found = tuned.gradient_checkpointing
         return Decision(found, f"{tuned.reason}; {kind}" if found else tuned.reason)
-    failed = f"; {tuned.reason}" if tuned else ""
-    if hardware.gpu is None:
-        return Decision(False, f"auto: off on a CPU, where time is what is short{failed}")
-    return Decision(True, f"auto: on a GPU, {kind}{failed}")
+    return Decision(hardware.gpu is not None, f"auto: on for a GPU, {kind}; off on a CPU")

@@ -68,15 +68,15 @@ def _estimate_stages(sizes: _Sizes, hardware: Hardware, stages: tuple[range, ...
     A stage keeps the activations of as many micro-batches as there are stages from it to the last. Weights as under DDP.
     """
     assert hardware.gpu
-    kept, peak = (sizes.passed.kept, sizes.passed.peak) if sizes.passed else sizes._pass_of_plain_decoder()
-    for_layers, reserve = sizes.activations() - (peak - kept), RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
+    working, reserve = sizes.peak - sizes.kept, RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
+    for_layers = sizes.activations() - working
     found = []
     for number, layers in enumerate(stages):
         embeddings = ((number == 0) + (number == len(stages) - 1)) * sizes.embedding
         share = (len(layers) * sizes.layer + embeddings) / sizes.parameters
         held = (len(stages) - number) * for_layers * len(layers) / sizes.layers
         parts = {name: share * size for name, size in sizes.states().items()}
-        parts |= {"activations": held + peak - kept, "reserve": reserve}
+        parts |= {"activations": held + working, "reserve": reserve}
         found.append(MemoryEstimate(parts, 0.0, hardware, sizes.passed is not None))
     by_stage = tuple(one.gpu_bytes for one in found)
     return replace(max(found, key=lambda one: one.gpu_bytes), by_stage=by_stage)
@@ -116,10 +116,13 @@ class _Sizes:
         kept_in = resolve_weights(recipe, hardware, None, self.precision).value
         self.autocasts = self.stage == 0 and self.is_half and kept_in == "fp32"
         accumulation = ceil(recipe.sequences_per_step / micro / hardware.ranks)
-        added_up_in = resolve_gradients(recipe, hardware, model, None, self.precision, accumulation).value
+        added_up_in = resolve_gradients(recipe, hardware, None, self.precision, accumulation).value
         self.of_gradient = 4 if added_up_in == "fp32" else 2
         """Bytes of a trained parameter's gradient between micro-batches, without ZeRO."""
         self.passed = self._pass(hardware, model)
+        self.kept, self.peak = self._pass_of_plain_decoder()
+        if self.passed is not None:
+            self.kept, self.peak = self.passed.kept, self.passed.peak
         if lora is not None and self.passed is not None:
             self.trained = self.passed.trained
         # Beside fp32 weights, which are among the weights where the optimizer steps on them itself.
@@ -217,12 +220,11 @@ class _Sizes:
     def activations(self) -> float:
         """The peak of a forward and backward pass over a micro-batch."""
         mode = self.recipe.train.gradient_checkpointing
-        kept, peak = (self.passed.kept, self.passed.peak) if self.passed else self._pass_of_plain_decoder()
         if mode == "offload":  # two layers' inputs are on their way
-            return peak - kept + 2 * self.tokens * self.hidden * self.width
+            return self.peak - self.kept + 2 * self.tokens * self.hidden * self.width
         if mode == "selective":  # the outputs of attention
-            return peak + self.layers * self.tokens * self.hidden * self.width
-        return peak
+            return self.peak + self.layers * self.tokens * self.hidden * self.width
+        return self.peak
 
     def _pass_of_plain_decoder(self) -> tuple[float, float]:
         """What a forward pass keeps, and the peak, by arithmetic."""

@@ -52,23 +52,15 @@ class MemoryEstimate:
     @property
     def lack(self) -> str | None:
         """What there is too little of, such as `90.1 of 80 GiB`; None where the estimate fits."""
-        if self.gpu_bytes > self.gpu_gib * GIB:
-            return self._of_gpu
-        return f"{self._of_machine} of the machine's memory" if self.cpu > self.hardware.cpu_memory_gib * GIB else None
-
-    @property
-    def _of_gpu(self) -> str:
-        return f"{self.gpu_bytes / GIB:.1f} of {self.gpu_gib:.0f} GiB"
-
-    @property
-    def _of_machine(self) -> str:
-        return f"{self.cpu / GIB:.0f} of {self.hardware.cpu_memory_gib:.0f} GiB"
+        if self.gpu_bytes > self.gpu_gib * GIB or self.cpu > self.hardware.cpu_memory_gib * GIB:
+            return self.short
+        return None
 
     @property
     def short(self) -> str:
         """Needed and there: `21.5 of 80 GiB`."""
-        assumed = " (assumed; --on 8x80GB+1000GB states it)" if self.hardware.cpu_memory_assumed else ""
-        return self._of_gpu + (f"; {self._of_machine} of the machine's memory{assumed}" if self.cpu else "")
+        machine = f"; {self.cpu / GIB:.0f} of {self.hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
+        return f"{self.gpu_bytes / GIB:.1f} of {self.gpu_gib:.0f} GiB{machine if self.cpu else ''}"
 
     @property
     def words(self) -> str:
@@ -84,29 +76,24 @@ _BAR = 48  # columns that stand for the memory of a GPU
 
 
 def memory_bars(sizes: Mapping[str, Any], mark: str = "█", engine: str = "") -> list[str]:
-    """Lines with a bar for each category of a GPU's memory, each where the one before ends, and the headroom.
+    """Lines with a bar for each category of a GPU's memory, and the headroom.
 
     >>> print(*memory_bars({"weights": 2**33, "activations": 2**32, "peak": 3 * 2**32, "available": 2**34}, "#"), sep="\\n")
     Memory of each GPU, in GiB:
       weights      ########################                            8.0
-      activations                          ############                4.0
-      headroom                                                         4.0 of 16
+      activations  ############                                        4.0
+      headroom     ############                                        4.0 of 16
     """
     available, peak = sizes["available"], sizes["peak"]
-    scale, end = _BAR / max(available, peak), 0.0
+
+    def line(name: str, size: float, of: float | None = None) -> str:
+        bar = mark * max(1, round(_BAR * size / max(available, peak)))
+        return f"  {name:12} {bar[:_BAR]:{_BAR}} {size / GIB:6.1f}" + (f" of {of / GIB:.0f}" if of else "")
+
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")
     lines = [f"Memory of each GPU{f' with {engine}' if engine else ''}, in GiB:"]
-    for name in ("weights", "gradients", "optimizer", "activations", "buffers", "reserve"):
-        if size := sizes.get(name, 0):
-            begin, end = end, end + size
-            length = max(1, round(end * scale) - round(begin * scale))
-            bar = " " * min(round(begin * scale), _BAR - length) + mark * length
-            lines.append(f"  {name:12} {bar:{_BAR}} {size / 2**30:6.1f}")
-    what = "headroom" if peak <= available else "too much"
-    lines.append(f"  {what:12} {'':{_BAR}} {abs(available - peak) / 2**30:6.1f} of {available / 2**30:.0f}")
+    lines += [line(name, sizes[name]) for name in parts if sizes.get(name)]
+    lines.append(line("headroom" if peak <= available else "too much", abs(available - peak), available))
     if needed := sizes.get("machine"):
-        memory = sizes["machine_available"]
-        lack = ": too much" if needed > memory else ""
-        lines.append(
-            f"  {'machine':12} {'':{_BAR}} {needed / 2**30:6.1f} of {memory / 2**30:.0f}, of all its ranks{lack}"
-        )
+        lines.append(line("machine", needed, sizes["machine_available"]))
     return lines

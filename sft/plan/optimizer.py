@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.plan import Decision, stated
 from sft.recipe.schema import Recipe
 
-_WORDS = {
-    "adamw": "fused AdamW, two fp32 moments",
-    "adamw_8bit": "bitsandbytes' AdamW, two 8-bit moments in blocks of 256; fp32 for embeddings",
-    "paged_adamw_8bit": "bitsandbytes' AdamW, two 8-bit moments that move to the machine's memory when the GPU is full",
-    "adafactor": "transformers' Adafactor at the recipe's learning rate, without momentum; a row and a column for each matrix",
-    "lion": "one fp32 average, whose sign is the update; learning rates are usually 3 to 10 times lower than AdamW's",
-    "muon": "torch's Muon for the matrices of the layers, one fp32 momentum; AdamW for embeddings, head, norms and biases",
-}
-
 
 def resolve_optimizer(recipe: Recipe) -> Decision[str]:
-    """The optimizer's name, and in the reason what it keeps."""
-    train = recipe.train
-    given = "".join(f", {name}={value}" for name, value in train.optimizer_arguments.items())
-    return Decision(train.optim, f"{stated(train, 'optim')}: {_WORDS[train.optim]}{given}")
+    """The optimizer's name, and in the reason its arguments."""
+    given = "".join(f", {name}={value}" for name, value in recipe.train.optimizer_arguments.items())
+    return Decision(recipe.train.optim, stated(recipe.train, "optim") + given)
 
 
 def uses_bitsandbytes(recipe: Recipe) -> bool:
@@ -52,40 +41,17 @@ def state_bytes(recipe: Recipe, parameters: float, embedding: float, hidden: int
 
 
 def optimizer_refusals(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Iterator[str]:
-    """Why the optimizer cannot run here, with a remedy each.
-
-    ZeRO steps on flat shards of many weights: what looks at a matrix, or at blocks of one weight, would compute something else there.
-    """
+    """Why the optimizer cannot run here, with a remedy each."""
     optim, key = recipe.train.optim, f"train.optim={recipe.train.optim}"
     if optim == "adamw":
         return
     if optim == "paged_adamw_8bit" and hardware.gpu is None:
         yield f"{key} moves states between a GPU and the machine, and there is no GPU here. Set train.optim=adamw_8bit."
-    if optim.endswith("8bit") and find_spec("bitsandbytes") is None:
+    if optim.endswith("8bit") and not hardware.has_bitsandbytes:
         yield f"{key} needs bitsandbytes, which is not installed: pip install -e '.[qlora]'."
-    if deepspeed is not None:
-        yield from _under_deepspeed(recipe, key, deepspeed)
-    elif recipe.train.fsdp is not None and hardware.ranks > 1 and optim != "lion":
-        why = {"adafactor": "the rows and columns of matrices", "muon": "matrices"}.get(
-            optim, "blocks of unsharded weights"
-        )
-        yield f"{key} under train.fsdp: it works on {why}, and each rank has shards. Set train.optim to adamw or lion."
-    if recipe.train.tensor_parallel_size > 1:
-        yield f"{key} with train.tensor_parallel_size={recipe.train.tensor_parallel_size} is untested. Set train.optim=adamw."
-
-
-def _under_deepspeed(recipe: Recipe, key: str, file: DeepSpeedFile) -> Iterator[str]:
-    optim, name = recipe.train.optim, file.path.name
-    if file.offload is not None:
-        yield f"{key}, and {name} offloads to the machine, where DeepSpeed has AdamW only. Set train.optim=adamw."
-    elif file.stage == 0:
-        yield f"{key}, and {name} is DeepSpeed without ZeRO, with which only adamw was tested. Set train.optim=adamw."
-    elif optim != "lion":
-        why = {
-            "adafactor": "averages the rows and columns of matrices",
-            "muon": "orthogonalizes matrices",
-        }.get(optim, "quantizes blocks of one weight, and keeps embeddings in fp32")
-        yield (
-            f"{key} {why}, and {name} is ZeRO-{file.stage}, which steps on flat shards of many. Set train.optim to adamw or lion, whose "
-            "states ZeRO shards, or train.deepspeed=null."
-        )
+    if deepspeed is not None and (deepspeed.offload is not None or deepspeed.stage == 0):
+        yield f"{key}, and {deepspeed.path.name} offloads, or is DeepSpeed without ZeRO: only AdamW runs there. Set train.optim=adamw."
+    elif optim != "lion" and (deepspeed is not None or (recipe.train.fsdp is not None and hardware.ranks > 1)):
+        # It looks at rows and columns of matrices, or at blocks of one weight: of a shard it would compute something else.
+        where = deepspeed.path.name if deepspeed else "train.fsdp"
+        yield f"{key} looks at whole weights, and with {where} each rank steps on shards. Set train.optim to adamw or lion."

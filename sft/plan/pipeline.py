@@ -84,7 +84,7 @@ def resolve_pipeline_parallel(recipe: Recipe, model: ModelFacts, micro_batches: 
 
 def pipeline_refusals(case: Case) -> Iterator[str]:
     """What cannot run in stages, a line each."""
-    recipe, train, model, size = case.recipe, case.recipe.train, case.model, case.recipe.train.pipeline_parallel_size
+    recipe, model, size = case.recipe, case.model, case.recipe.train.pipeline_parallel_size
     key, layers = f"train.pipeline_parallel_size={size}", case.model.num_hidden_layers
     if size == 1:
         return
@@ -98,28 +98,9 @@ def pipeline_refusals(case: Case) -> Iterator[str]:
         yield f"{key}: how many layers {name} has is known once it is downloaded: hf download {name}"
     elif layers < size:
         yield f"{key}, and the model has {layers} layers: each stage needs one. Set it to at most {layers}."
-    micro_batches, micro = case.plan.gradient_accumulation_steps.value, case.plan.micro_batch_size.value
+    micro_batches = case.plan.gradient_accumulation_steps.value
     if micro_batches < size:
-        share, batch = micro_batches * micro, size * case.plan.data_parallel_ranks.value
-        smaller = f"Set train.micro_batch_size to at most {share // size}"
-        remedy = smaller if share >= size else f"Raise the batch to at least {batch} sequences"
         yield (
-            f"{key} with {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} of {micro} a step: stages would wait "
-            f"{bubble(size, micro_batches):.0%} of the time, and the 1F1B schedule needs one micro-batch for each stage or more. {remedy}, "
-            "or use fewer stages."
+            f"{key}, and a step has {micro_batches} micro-batch(es): stages would wait {bubble(size, micro_batches):.0%} of the time, and "
+            "the 1F1B schedule needs one for each stage or more. Lower train.micro_batch_size, raise the batch, or use fewer stages."
         )
-    switches = {
-        "model.lora.modules_to_save (leave it out)": bool(recipe.model.lora and recipe.model.lora.modules_to_save),
-        "model.quantization (leave it out)": recipe.model.quantization is not None,
-        "model.trust_remote_code, code of the model's own": recipe.model.trust_remote_code and model.config is None,
-        "model.new_tokens with model.lora (leave one out)": bool(recipe.model.new_tokens and recipe.model.lora),
-        "model.compile (set it to false)": recipe.model.compile,
-        "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
-        f"train.optim={train.optim} (set train.optim=adamw)": train.optim != "adamw",
-        "train.label_smoothing_factor (leave it out)": bool(train.label_smoothing_factor),
-        "train.neftune_noise_alpha (leave it out)": bool(train.neftune_noise_alpha),
-        "train.load_best_model_at_end (set it to false)": train.load_best_model_at_end,
-        "train.trainer_args (leave them out)": bool(train.trainer_args),
-    }
-    if found := ", ".join(name for name, is_set in switches.items() if is_set):
-        yield f"{key} does not work, or is untested, with {found}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -32,38 +32,9 @@ def stated(section: BaseModel, key: str) -> str:
 class TuningResult:
     """What auto-tuning found for a job; sft/launch/auto_tune.py."""
 
-    gradient_checkpointing: bool | int | str | None
-    """None, like the micro-batch, where it found nothing."""
-    micro_batch_size: int | None
+    gradient_checkpointing: bool | int | str
+    micro_batch_size: int
     reason: str
-
-
-class DataSize(Protocol):
-    """How much data there is, estimated or counted; `sft.data.facts.DataFacts` is one."""
-
-    @property
-    def documents(self) -> int:
-        """Documents to train on."""
-
-    @property
-    def tokens(self) -> int:
-        """Of all documents, prompts included, none longer than data.max_length."""
-
-    @property
-    def trained_tokens(self) -> int:
-        """Target tokens."""
-
-    @property
-    def sequences(self) -> int | None:
-        """Packs with packing, else documents; None: as if every pack were full."""
-
-    @property
-    def squared_lengths(self) -> float | None:
-        """The squares of the documents' lengths added up; None: as if all were as long as the mean."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether it was counted on the prepared data, and not estimated from the first rows."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +81,6 @@ class Plan:
     neftune_noise_alpha: Decision[float]
     """0: no noise."""
     label_smoothing_factor: Decision[float]
-    documents_per_step: Decision[float | None]
-    trained_tokens_per_step: Decision[int | None]
     steps_per_epoch: Decision[int | None]
     max_steps: Decision[int | None]
     """Optimizer steps; None until the data is counted."""
@@ -129,9 +98,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """The values that every rank must share; not the expectations of the data, which may be estimates."""
-        estimates = (
-            "documents_per_step trained_tokens_per_step steps_per_epoch max_steps warmup_steps time disk".split()
-        )
+        estimates = "steps_per_epoch max_steps warmup_steps time disk".split()
         return {one["name"]: one["value"] for one in self.decisions() if one["name"] not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:

@@ -14,9 +14,6 @@ from sft.recipe.schema import Recipe
 
 MASTER = "bf16 with an fp32 copy"
 
-_ROOM = 0.15
-"""Fraction of a GPU's memory that stays for activations and buffers."""
-
 
 def has_bf16(gpu: Gpu | None) -> bool:
     """Whether a GPU computes in bf16."""
@@ -47,31 +44,20 @@ def resolve_weights(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
 ) -> Decision[str]:
     """What the trained weights are kept in."""
-    zero = deepspeed is not None and deepspeed.stage > 0
-    rows = (
-        (
-            recipe.model.lora is not None,
-            f"{recipe.model.quantization or precision}, frozen",
-            f"adapters are trained beside them: {recipe.model.lora.words if recipe.model.lora else ''}",
-        ),
-        (precision == "fp32", "fp32", "the precision"),
-        (zero, MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which is sharded over the ranks"),
-        (deepspeed is not None, precision, "DeepSpeed without ZeRO decides about a copy"),
-        (precision == "fp16", "fp32", "fp16 by autocast"),
-        (
-            resolve_fsdp(recipe, hardware) is not None,
-            "fp32",
-            "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16",
-        ),
-        (
-            recipe.train.optim != "adamw",
-            "fp32",
-            f"{recipe.train.optim} steps on the weights themselves; bf16 by autocast",
-        ),
-        (hardware.ranks == 1, MASTER, "AdamW steps on the copy, which keeps what bf16 would round away"),
-        (True, "fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks"),
-    )
-    return next(Decision(value, reason) for applies, value, reason in rows if applies)
+    if (lora := recipe.model.lora) is not None:
+        kept = f"{recipe.model.quantization or precision}, frozen"
+        return Decision(kept, f"adapters are trained beside them: {lora.words}")
+    if precision == "fp32":
+        return Decision("fp32", "the precision")
+    if deepspeed is not None and deepspeed.stage > 0:
+        return Decision(MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, sharded over the ranks")
+    if deepspeed is not None:
+        return Decision(precision, "DeepSpeed without ZeRO decides about a copy")
+    if resolve_fsdp(recipe, hardware) is not None:
+        return Decision("fp32", "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16")
+    if hardware.ranks == 1 and precision == "bf16" and recipe.train.optim == "adamw":
+        return Decision(MASTER, "AdamW steps on the copy, which keeps what bf16 would round away")
+    return Decision("fp32", f"the optimizer steps on the weights themselves; {precision} by autocast")
 
 
 def quant_storage(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str) -> str:
@@ -84,24 +70,14 @@ def resolve_quantization(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
 ) -> Decision[str]:
     """What the frozen base is kept in."""
-    model = recipe.model
-    if model.quantization is None:
-        return Decision("none", stated(model, "quantization"))
-    parts = ["the recipe: bitsandbytes"]
-    if model.quantization != "int8":
-        parts += ["with double quantization"] if model.bnb_4bit_use_double_quant else []
-        parts += [f"stored as {quant_storage(recipe, hardware, deepspeed, precision)}"]
-    parts += [f"computed in {precision}", "final/ and its evaluation: adapters merged into the dequantized base"]
-    return Decision(model.quantization, ", ".join(parts))
+    if (kind := recipe.model.quantization) is None:
+        return Decision("none", stated(recipe.model, "quantization"))
+    stored = "" if kind == "int8" else f", stored as {quant_storage(recipe, hardware, deepspeed, precision)}"
+    return Decision(kind, f"the recipe: bitsandbytes{stored}, computed in {precision}; final/ is dequantized")
 
 
 def resolve_gradients(
-    recipe: Recipe,
-    hardware: Hardware,
-    model: ModelFacts,
-    deepspeed: DeepSpeedFile | None,
-    precision: str,
-    accumulation: int,
+    recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str, accumulation: int
 ) -> Decision[str]:
     """What the gradients of a step's micro-batches are added up in: `fp32`, `bf16` or `fp16`."""
     if deepspeed is not None:
@@ -109,18 +85,6 @@ def resolve_gradients(
         return Decision(str(named), f"data_types.grad_accum_dtype of {deepspeed.path.name}")
     if resolve_fsdp(recipe, hardware) is not None:
         return Decision("fp32", "reduced over the ranks in fp32 after each micro-batch, into the rank's shard")
-    if resolve_weights(recipe, hardware, None, precision).value != MASTER:
-        return Decision("fp32", "the dtype of what is trained")
-    if accumulation == 1:
+    if resolve_weights(recipe, hardware, None, precision).value == MASTER and accumulation == 1:
         return Decision("bf16", "one micro-batch a step: nothing is added up")
-    if hardware.gpu is None or model.parameters is None:
-        return Decision("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
-    # 2 weights + 4 copy + 8 moments + 4 gradients
-    needed, memory = 18 * model.parameters / 2**30, hardware.gpu.memory_gib
-    if needed <= (1 - _ROOM) * memory:
-        return Decision("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
-    return Decision(
-        "bf16",
-        f"fp32 would need 18 bytes a parameter, {needed:.0f} of {memory:.0f} GiB, and leave no room for activations: each of the "
-        f"{accumulation} micro-batches is rounded (16 bytes, {needed / 18 * 16:.0f} GiB)",
-    )
+    return Decision("fp32", "bf16 would round each of a step's micro-batches")

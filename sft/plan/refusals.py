@@ -17,41 +17,91 @@ from sft.plan.schedule import decay_steps
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Ways to divide a layer that were trained and compared with one process."""
 
+UNTESTED = {
+    "tensor parallel": "sequence parallel, fsdp, lora, new tokens, freeze, compile, fp16, smoothing, noise, optimizer",
+    "sequence parallel": "compile, smoothing, noise, loss_type",
+    "pipeline": "modules_to_save, quantization, own code, new rows, compile, fp16, optimizer, smoothing, noise, best, trainer_args",
+    "zero3": "compile, dora, decomposed, modules_to_save, int8, selective lora",
+    "nvme": "best",
+    "fsdp": "fp16, new rows, dora, decomposed, modules_to_save, int8",
+    "quantization": "compile, decomposed",
+    "int8": "dora",
+    "eval during training": "tensor parallel, sequence parallel, pipeline, compile",
+    "freeze": "lora",
+    "smoothing": "loss_type",
+    "selective": "eager",
+}
+"""What does not work together, or was never compared with a training that is known to be right; the words are those of `_used`."""
+
+
+def _used(case: Case) -> dict[str, str]:
+    """What does not work with everything, as a person writes it; empty where the recipe does not use it."""
+    train, model, lora = case.recipe.train, case.recipe.model, case.recipe.model.lora
+    stage, selective = case.deepspeed and case.deepspeed.stage, train.gradient_checkpointing == "selective"
+    rows = {
+        "tensor parallel": (train.tensor_parallel_size > 1, f"train.tensor_parallel_size={train.tensor_parallel_size}"),
+        "sequence parallel": (
+            train.sequence_parallel_size > 1,
+            f"train.sequence_parallel_size={train.sequence_parallel_size}",
+        ),
+        "pipeline": (train.pipeline_parallel_size > 1, f"train.pipeline_parallel_size={train.pipeline_parallel_size}"),
+        "zero3": (stage == 3, f"train.deepspeed={case.file}"),
+        "nvme": (case.deepspeed is not None and case.deepspeed.offload == "nvme", f"train.deepspeed={case.file}"),
+        "fsdp": (case.fsdp is not None, "train.fsdp"),
+        "fp16": (case.plan.precision.value == "fp16", "train.precision=fp16"),
+        "optimizer": (train.optim != "adamw", f"train.optim={train.optim}"),
+        "smoothing": (train.label_smoothing_factor > 0, "train.label_smoothing_factor"),
+        "noise": (bool(train.neftune_noise_alpha), "train.neftune_noise_alpha"),
+        "loss_type": (train.trainer_args.get("loss_type", "nll") != "nll", "train.trainer_args.loss_type"),
+        "trainer_args": (bool(train.trainer_args), "train.trainer_args"),
+        "best": (train.load_best_model_at_end, "train.load_best_model_at_end=true"),
+        "selective": (selective, "train.gradient_checkpointing=selective"),
+        "selective lora": (selective and lora is not None, "train.gradient_checkpointing=selective and model.lora"),
+        "eval during training": (case.recipe.eval.every_steps is not None, "eval.every_steps"),
+        "eager": (case.plan.attention.value == "eager", "model.attn_implementation=eager"),
+        "compile": (model.compile, "model.compile=true"),
+        "freeze": (bool(model.freeze), "model.freeze"),
+        "new tokens": (bool(model.new_tokens), "model.new_tokens"),
+        "new rows": (bool(model.new_tokens and lora), "model.new_tokens and model.lora"),
+        "own code": (model.trust_remote_code and case.model.config is None, "model.trust_remote_code=true"),
+        "quantization": (model.quantization is not None, f"model.quantization={model.quantization}"),
+        "int8": (model.quantization == "int8", "model.quantization=int8"),
+        "lora": (lora is not None, "model.lora"),
+        "dora": (bool(lora and lora.use_dora), "model.lora.use_dora=true"),
+        "decomposed": (
+            bool(lora and lora.takes_from_base),
+            f"model.lora.init_lora_weights={lora and lora.init_lora_weights}",
+        ),
+        "modules_to_save": (bool(lora and lora.modules_to_save), "model.lora.modules_to_save"),
+    }
+    return {word: shown if is_used else "" for word, (is_used, shown) in rows.items()}
+
 
 def refuse(case: Case) -> None:
     """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
+    used = _used(case)
     problems = [
-        *_numbers(case),
-        *_schedule(case),
-        *_best_checkpoint(case),
-        *rope_refusals(case.recipe, case.model),
-        *_regularization(case),
-        *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
-        *_precision(case),
-        *_layers(case),
-        *_quantization(case),
-        *_fsdp(case),
+        f"{used[one]} with {used[other]} does not work, or is untested. Change one of them."
+        for one, others in UNTESTED.items()
+        for other in others.split(", ")
+        if used[one] and used[other]
     ]
-    problems += [*_adapters(case), *_tensor_parallel(case), *_sequence_parallel(case), *pipeline_refusals(case)]
+    problems += [*_numbers(case), *_schedule(case), *rope_refusals(case.recipe, case.model)]
+    problems += [*optimizer_refusals(case.recipe, case.hardware, case.deepspeed), *_precision(case), *_layers(case)]
+    problems += [*_quantization(case), *_tensor_parallel(case), *_sequence_parallel(case), *pipeline_refusals(case)]
     if problems:
         raise PlanError("\n".join(problems))
 
 
 def _numbers(case: Case) -> Iterator[str]:
-    recipe, lora, hidden = case.recipe, case.recipe.model.lora, case.model.hidden_size
     # Positions restart at each document, so that the length of a pack does not matter to the model.
-    limit, length, decay = positions(recipe, case.model), recipe.data.max_length, recipe.train.weight_decay
+    limit, length = positions(case.recipe, case.model), case.recipe.data.max_length
     if limit is not None and length > limit:
-        extended = "" if recipe.model.rope_scaling else ", or extend them: model.rope_scaling"
-        yield f"data.max_length={length} is more than the model's {limit} positions. Set it to at most {limit}{extended}."
-    if lora and hidden and lora.r > hidden:
-        yield f"model.lora.r={lora.r} is more than the model's hidden size of {hidden}. Usual ranks are 8 to 256."
-    rate = case.plan.learning_rate.value
+        extended = "or extend them: model.rope_scaling"
+        yield f"data.max_length={length} is more than the model's {limit} positions. Set it to at most {limit}, {extended}."
+    decay, rate = case.recipe.train.weight_decay, case.plan.learning_rate.value
     if rate * decay >= 1:
-        yield (
-            f"train.weight_decay={decay:g} x learning rate {rate:g} is 1 or more: a step would wipe out the weights. AdamW's weight decay "
-            "is usually 0 to 0.1."
-        )
+        yield f"train.weight_decay={decay:g} x learning rate {rate:g}: a step would wipe out the weights. AdamW's is usually 0 to 0.1."
 
 
 def _schedule(case: Case) -> Iterator[str]:
@@ -59,34 +109,12 @@ def _schedule(case: Case) -> Iterator[str]:
     is_estimate = train.max_steps is None and (case.data is None or not case.data.exact)
     if not steps or warmup is None or is_estimate:
         return
-    key = f"train.lr_scheduler_type={train.lr_scheduler_type}"
-    falls = decay_steps(train, steps)
-    if train.lr_scheduler_type == "warmup_stable_decay" and warmup + falls > steps:
+    falls = {"warmup_stable_decay": decay_steps(train, steps), "polynomial": 1}.get(train.lr_scheduler_type)
+    if falls is not None and warmup + falls > steps:
         yield (
-            f"{key}: a warmup of {warmup} and a decay of {falls} steps are more than the run's {steps}. Set train.lr_decay_ratio or "
-            f"train.lr_decay_steps to at most {max(0, steps - warmup)} steps, or shorten the warmup."
+            f"train.lr_scheduler_type={train.lr_scheduler_type}: a warmup of {warmup} and a decay of {falls} steps or more are longer than "
+            f"the run's {steps}. Shorten the warmup or the decay."
         )
-    if train.lr_scheduler_type == "polynomial" and warmup >= steps:
-        yield f"{key}: a warmup of {warmup} steps leaves none of the run's {steps} to fall in. Shorten the warmup."
-
-
-def _best_checkpoint(case: Case) -> Iterator[str]:
-    if case.recipe.train.load_best_model_at_end and case.deepspeed is not None and case.deepspeed.offload == "nvme":
-        yield (
-            f"train.load_best_model_at_end=true, and {case.file} offloads to NVMe: DeepSpeed saves no optimizer state then, and without "
-            "one it loads no checkpoint. Set it to false, or offload to cpu."
-        )
-
-
-def _regularization(case: Case) -> Iterator[str]:
-    train = case.recipe.train
-    given = {"label_smoothing_factor": train.label_smoothing_factor, "neftune_noise_alpha": train.neftune_noise_alpha}
-    keys = " and ".join(f"train.{name}={value:g}" for name, value in given.items() if value)
-    loss = train.trainer_args.get("loss_type", "nll")
-    if train.label_smoothing_factor and loss != "nll":
-        yield f"train.label_smoothing_factor={train.label_smoothing_factor:g} is for loss_type nll, which is {loss}. Remove one of them."
-    if keys and (size := max(train.tensor_parallel_size, train.sequence_parallel_size)) > 1:
-        yield f"{keys} is untested where {size} ranks share a batch. Remove it, or set the parallel size to 1."
 
 
 def _precision(case: Case) -> Iterator[str]:
@@ -105,28 +133,19 @@ def _precision(case: Case) -> Iterator[str]:
 
 
 def _layers(case: Case) -> Iterator[str]:
-    model, mode = case.recipe.model, case.recipe.train.gradient_checkpointing
-    is_zero_3 = case.deepspeed is not None and case.deepspeed.stage == 3
-    if model.compile and is_zero_3:
-        yield (
-            f"model.compile=true, and {case.file} is ZeRO-3, which gathers each weight by hooks inside the layers: they would be compiled "
-            "in many pieces. Set model.compile=false, or train.deepspeed=zero2."
-        )
     unfit = case.hardware.gpu is not None and kernels_problem(case.recipe, case.hardware, case.model)
-    if model.kernels == "liger" and unfit:
+    if case.recipe.model.kernels == "liger" and unfit:
         yield f"model.kernels=liger, and {unfit}. Set model.kernels=auto."
-    where, why = "", ""
-    if mode == "selective" and case.plan.attention.value == "eager":
-        where, why = "model.attn_implementation=eager", "its attention is not one operator"
-    elif mode == "selective" and model.lora is not None and is_zero_3:
-        where, why = "model.lora with ZeRO-3", "TRL needs reentrant checkpointing there"
-    if where:
-        key = "train.gradient_checkpointing"
-        yield f"{key}=selective does not work with {where}: {why}. Set {key}=true."
-    if mode == "offload" and case.hardware.gpu is None:
+    if case.recipe.train.gradient_checkpointing == "offload" and case.hardware.gpu is None:
         yield (
             "train.gradient_checkpointing=offload moves activations from a GPU to the CPU's memory, and there is no GPU here. Set it to "
             "true or auto."
+        )
+    ranks, per_node = case.hardware.ranks, case.hardware.ranks_per_node
+    if case.fsdp and case.fsdp.sharding_strategy == "hybrid_shard" and (per_node == 1 or ranks % per_node):
+        yield (
+            "train.fsdp.sharding_strategy=hybrid_shard shards the model within a node and replicates it across nodes, and there are "
+            f"{ranks} processes, {per_node} on this node. Start as many on each, at least two, or set it to full_shard."
         )
 
 
@@ -142,89 +161,20 @@ def _quantization(case: Case) -> Iterator[str]:
         return
     if not case.hardware.has_bitsandbytes:
         yield f"{key} is bitsandbytes', which is not installed. Install it: pip install -e '.[qlora]'. Or set model.quantization=null."
-    if model.compile:
-        yield f"{key} with model.compile=true is untested. Set model.compile=false."
     if case.model.linear_parameters is not None and case.model.linear_parameters < case.model.body_parameters / 2:
         yield (
             f"{key}, and only {case.model.linear_parameters:,} of this model's {case.model.parameters:,} weights are in linear layers; "
             "bitsandbytes leaves the others, such as fused experts, as they are. Set model.quantization=null."
         )
-    if model.lora is not None and model.lora.takes_from_base:
-        yield (
-            f"{key} with model.lora.init_lora_weights={model.lora.init_lora_weights}: what is left of the base would be rounded again. Set "
-            "model.lora.init_lora_weights=true, or model.quantization=null."
-        )
-    if model.quantization == "int8" and model.lora is not None and model.lora.use_dora:
-        yield f"{key} with model.lora.use_dora=true: peft cannot copy int8 weights, as DoRA must. Set model.quantization=nf4."
-    if (sharded := _shards_weights(case)) and model.quantization == "int8":
-        yield f"{key} with {sharded}: the scales of int8 weights cannot be sharded. Set model.quantization=nf4, or use DDP or zero2."
-
-
-def _shards_weights(case: Case) -> str:
-    """What shards the weights, in words; empty where each rank has them all."""
-    if case.deepspeed is not None and case.deepspeed.stage == 3:
-        return case.file
-    return "train.fsdp" if case.fsdp is not None else ""
-
-
-def _adapters(case: Case) -> Iterator[str]:
-    model, sharded = case.recipe.model, _shards_weights(case)
-    if model.lora is None:
-        return
-    if model.freeze:
-        yield "model.freeze with model.lora: beside adapters all of the base stays as it is. Leave one of them out."
-    if sharded:
-        keys = {
-            "use_dora=true": model.lora.use_dora,
-            f"init_lora_weights={model.lora.init_lora_weights}": model.lora.takes_from_base,
-            "modules_to_save": bool(model.lora.modules_to_save),
-        }
-        for name in (name for name, is_set in keys.items() if is_set):
-            yield f"model.lora.{name} with {sharded} is untested: it needs full weights. Train on DDP or with train.deepspeed=zero2."
-
-
-def _fsdp(case: Case) -> Iterator[str]:
-    fsdp, model = case.fsdp, case.recipe.model
-    ranks, per_node = case.hardware.ranks, case.hardware.ranks_per_node
-    if fsdp is None:
-        return
-    if case.plan.precision.value == "fp16":
-        yield (
-            "train.precision=fp16 with train.fsdp: fp16 needs its loss scaled, which is not built for sharded weights. Set "
-            "train.precision=bf16 where the GPU has it, else fp32; or leave train.fsdp out and set train.deepspeed=zero3."
-        )
-    if model.new_tokens and model.lora is not None:
-        yield (
-            "model.new_tokens with model.lora under train.fsdp: peft trains single rows of the embeddings, and each rank has a shard only. "
-            "Leave train.fsdp out, set train.deepspeed=zero2, or train all weights: model.lora=null."
-        )
-    if fsdp.sharding_strategy == "hybrid_shard" and (per_node == 1 or ranks % per_node):
-        have = (
-            "there is one process on each"
-            if per_node == 1
-            else f"{ranks} processes are no multiple of the {per_node} on this one"
-        )
-        yield (
-            f"train.fsdp.sharding_strategy=hybrid_shard shards the model within a node and replicates it across nodes, and {have}. Start "
-            "as many on each, at least two, or set it to full_shard."
-        )
 
 
 def _tensor_parallel(case: Case) -> Iterator[str]:
-    recipe, train, model, ranks = case.recipe, case.recipe.train, case.model, case.hardware.ranks
-    size = train.tensor_parallel_size
+    model, ranks, size = case.model, case.hardware.ranks, case.recipe.train.tensor_parallel_size
     key = f"train.tensor_parallel_size={size}"
     if size == 1:
         return
-    if train.sequence_parallel_size > 1:
-        other = f"train.sequence_parallel_size={train.sequence_parallel_size}"
-        yield f"{key} and {other}: one works without DeepSpeed, the other within it. Set one of them to 1."
-        return
     if case.deepspeed is not None:
-        remedy = "Set train.deepspeed and train.parallel to null."
-        yield f"{key}, and {case.file} is DeepSpeed's, which takes full tensors. {remedy}"
-    if train.fsdp is not None:
-        yield f"{key} and train.fsdp: layers divided twice are not built. Leave one of them out."
+        yield f"{key}, and {case.file} is DeepSpeed's, which takes full tensors. Set train.deepspeed and train.parallel to null."
     if ranks != size:
         yield (
             f"{key}, and there are {ranks} ranks: groups with a batch of their own each are not built. Start {size} ranks, set the size to "
@@ -232,29 +182,13 @@ def _tensor_parallel(case: Case) -> Iterator[str]:
         )
     styles = model.architecture.tensor_plan if model.architecture else frozenset()
     if model.model_type is not None and not (styles and styles <= _TENSOR_STYLES):
-        plan = f"a plan with untested styles ({', '.join(sorted(styles - _TENSOR_STYLES))})" if styles else "no plan"
         yield (
-            f"{key}: transformers has {plan} to divide the layers of models of type {model.model_type}. Set it to 1, and use "
+            f"{key}: transformers has no tested plan to divide the layers of models of type {model.model_type}. Set it to 1, and use "
             "train.deepspeed=zero3 to shard the weights."
         )
-    widths = {
-        "attention heads": model.num_attention_heads,
-        "key and value heads": model.num_key_value_heads,
-        "feed-forward units": model.intermediate_size,
-        "tokens of the vocabulary": model.vocab_size,
-    }
-    known = {name: count for name, count in widths.items() if count is not None}
-    if uneven := " and ".join(f"{count} {name}" for name, count in known.items() if count % size):
-        yield f"{key} does not divide the model's {uneven}. Set it to {_sizes([*known.values()])}."
-    switches = {
-        "model.lora (leave it out)": recipe.model.lora is not None,
-        "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
-        "model.freeze (leave it out)": bool(recipe.model.freeze),
-        "model.compile (set it to false)": recipe.model.compile,
-        "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
-    }
-    if found := ", ".join(name for name, is_set in switches.items() if is_set):
-        yield f"{key} does not work, or is untested, with {found}."
+    heads, widths = (model.num_attention_heads, model.num_key_value_heads), (model.intermediate_size, model.vocab_size)
+    if uneven := ", ".join(str(count) for count in (*heads, *widths) if count and count % size):
+        yield f"{key} must divide the model's attention heads, feed-forward width and vocabulary, and does not divide {uneven}."
     yield from _across_nodes(case, key, size)
 
 
@@ -264,24 +198,17 @@ def _sequence_parallel(case: Case) -> Iterator[str]:
     if size == 1 or recipe.train.tensor_parallel_size > 1:
         return
     if zero is None or zero.stage not in (2, 3):
-        runs = f"{case.file} is ZeRO-{zero.stage}" if zero else "train.deepspeed is not set"
-        yield f"{key} is DeepSpeed's, over ZeRO-2 or 3, and {runs}. Set train.deepspeed=zero2 or zero3."
+        yield f"{key} is DeepSpeed's, over ZeRO-2 or 3. Set train.deepspeed=zero2 or zero3."
     elif zero.zero.get("reduce_scatter", True) is not True:
         yield f"{key} needs gradients that are reduced by scattering: remove reduce_scatter from {case.file}."
     heads, kv_heads = model.num_attention_heads or size, model.num_key_value_heads or size
     if heads % size:
-        yield f"{key} does not divide the model's {heads} attention heads. Set it to {_sizes([heads])}."
+        yield f"{key} does not divide the model's {heads} attention heads. Set it to a number that does."
     if kv_heads % size and size % kv_heads:
-        yield (
-            f"{key} neither divides the model's {kv_heads} key and value heads nor is a multiple of them. Set it to {_sizes([kv_heads])}."
-        )
+        yield f"{key} neither divides the model's {kv_heads} key and value heads nor is a multiple of them. Set it to a number that does."
     yield from _lost_masks(case, key)
     if recipe.data.packing and case.plan.micro_batch_size.value > 1:
         yield f"{key} shares one pack at a time, and train.micro_batch_size is {case.plan.micro_batch_size.value}. Set it to 1."
-    if recipe.model.compile:
-        yield f"{key} is untested with model.compile=true. Set that to false."
-    if recipe.train.trainer_args.get("loss_type", "nll") != "nll":
-        yield f"{key} works with the plain loss only. Remove loss_type from train.trainer_args."
     yield from _across_nodes(case, key, size)
 
 
@@ -290,18 +217,18 @@ def _lost_masks(case: Case, key: str) -> Iterator[str]:
     known, packed, attention = case.model.architecture, case.recipe.data.packing, case.plan.attention.value
     models, window = f"models of type {case.model.model_type or 'this kind'}", case.model.sliding_window
     boundaries = attention.startswith("flash_attention") or (packed and attention.startswith("varlen"))
-    lost = "which the ranks do not exchange"
     if known is not None and (known.recurrent or known.mask_only or not known.has_interface):
-        why = "carry a state from token to token" if known.recurrent else "attend by more than transformers' interface"
-        yield f"{key}, and {models} {why}, so that ranks cannot exchange tokens for heads. Set it to 1."
-    elif attention == "eager":
-        yield f"{key}, and attn_implementation=eager needs a mask, {lost}. Set model.attn_implementation=sdpa."
-    elif packed and attention == "sdpa":
-        remedy = "Set model.attn_implementation=auto, or data.packing=false."
-        yield f"{key}, and sdpa keeps packed documents apart by a mask, {lost}. {remedy}"
+        yield f"{key}, and {models} do more than attend by transformers' interface: ranks cannot exchange tokens for heads. Set it to 1."
+    elif attention == "eager" or (packed and attention == "sdpa"):
+        yield (
+            f"{key}, and {attention} needs a mask, which the ranks do not exchange. Set model.attn_implementation=auto, or "
+            "data.packing=false with sdpa."
+        )
     elif window is not None and window < case.recipe.sequence_length and not boundaries:
-        remedy = f"Set data.max_length to at most {window}, or data.packing=true."
-        yield f"{key}, and the model sees {window} tokens back, which {attention} does by a mask, {lost}. {remedy}"
+        yield (
+            f"{key}, and the model sees {window} tokens back, which {attention} does by a mask that the ranks do not exchange. Set "
+            f"data.max_length to at most {window}, or data.packing=true."
+        )
 
 
 def _across_nodes(case: Case, key: str, size: int) -> Iterator[str]:
@@ -311,13 +238,3 @@ def _across_nodes(case: Case, key: str, size: int) -> Iterator[str]:
             f"{key}, and a node has {per_node} ranks: a group would wait for the network in each layer. Set it to a divisor of {per_node}; "
             "train.deepspeed=zero3 shards weights over nodes."
         )
-
-
-def _sizes(widths: list[int]) -> str:
-    """The sizes above 1 that divide all, in words.
-
-    >>> _sizes([32, 8, 11008])
-    '2, 4, 8'
-    """
-    sizes = [size for size in range(2, min(widths) + 1) if all(width % size == 0 for width in widths)]
-    return ", ".join(map(str, sizes)) or "1"

@@ -10,6 +10,7 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import (
     resolve_data_parallel_ranks,
@@ -23,19 +24,17 @@ from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.disk import resolve_disk
 from sft.plan.engine import open_deepspeed, resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
-from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
+from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_kernels
 from sft.plan.memory import estimate_memory
 from sft.plan.memory_estimate import MemoryEstimate
 from sft.plan.optimizer import resolve_optimizer
-from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.plan.pipeline import resolve_pipeline_parallel
-from sft.plan.plan import DataSize, Decision, Plan, TuningResult, stated
+from sft.plan.plan import Decision, Plan, TuningResult, stated
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import refuse
 from sft.plan.rope import resolve_rope
-from sft.plan.schedule import resolve_schedule, resolve_warmup
+from sft.plan.schedule import resolve_warmup
 from sft.plan.time import resolve_time
-from sft.plan.traffic import compare_traffic
 from sft.recipe.schema import Recipe
 
 
@@ -43,7 +42,7 @@ def resolve_plan(
     recipe: Recipe,
     hardware: Hardware,
     model: ModelFacts,
-    data: DataSize | None = None,
+    data: DataFacts | None = None,
     deepspeed: DeepSpeedFile | None = None,
     tuned: TuningResult | None = None,
 ) -> Plan:
@@ -63,8 +62,7 @@ def resolve_plan(
     checkpointing = resolve_checkpointing(recipe, hardware, deepspeed, tuned)
     memory_with = partial(_memory_with, recipe, hardware, model, deepspeed, checkpointing.value, attention.value)
     micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned, memory_with)
-    expected = _expectations(recipe, batch.value, data)
-    warmup = resolve_warmup(recipe, expected["max_steps"].value)
+    steps_per_epoch, max_steps = _steps(recipe, batch.value, data)
     estimate = memory_with(micro.value)
     plan = Plan(
         engine=resolve_engine(recipe, hardware, model, deepspeed),
@@ -73,14 +71,14 @@ def resolve_plan(
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         quantization=resolve_quantization(recipe, hardware, deepspeed, precision.value),
-        gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
+        gradients=resolve_gradients(recipe, hardware, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=resolve_kernels(recipe, hardware, model),
-        compile=resolve_compile(recipe),
+        compile=Decision(recipe.model.compile, stated(recipe.model, "compile")),
         gradient_checkpointing=checkpointing,
         global_batch_size=batch,
-        tensor_parallel_size=resolve_tensor_parallel(recipe),
-        sequence_parallel_size=resolve_sequence_parallel(recipe),
+        tensor_parallel_size=_as_stated(recipe, "tensor_parallel_size"),
+        sequence_parallel_size=_as_stated(recipe, "sequence_parallel_size"),
         pipeline_parallel_size=resolve_pipeline_parallel(recipe, model, accumulation.value),
         data_parallel_ranks=resolve_data_parallel_ranks(recipe, hardware),
         micro_batch_size=micro,
@@ -89,10 +87,14 @@ def resolve_plan(
         learning_rate=resolve_learning_rate(recipe),
         rope_scaling=resolve_rope(recipe, model),
         optimizer=resolve_optimizer(recipe),
-        lr_scheduler_type=resolve_schedule(recipe, expected["max_steps"].value, warmup.value),
-        warmup_steps=warmup,
-        **_regularization(recipe),
-        **expected,
+        lr_scheduler_type=_as_stated(recipe, "lr_scheduler_type"),
+        warmup_steps=resolve_warmup(recipe, max_steps.value),
+        neftune_noise_alpha=Decision(
+            recipe.train.neftune_noise_alpha or 0.0, stated(recipe.train, "neftune_noise_alpha")
+        ),
+        label_smoothing_factor=_as_stated(recipe, "label_smoothing_factor"),
+        steps_per_epoch=steps_per_epoch,
+        max_steps=max_steps,
     )
     return _checked(Case(recipe, hardware, model, deepspeed, plan, data))
 
@@ -102,13 +104,10 @@ def _checked(case: Case) -> Plan:
     refuse(case)
     if case.deepspeed is not None:
         check_deepspeed(case.deepspeed, case.recipe, case.plan)
-    engine, traffic = case.plan.engine, compare_traffic(case, planned)
-    if traffic is not None:
-        engine = Decision(engine.value, f"{engine.reason}; {traffic.words()}: it pays where links are slow")
-    return replace(case.plan, engine=engine, time=resolve_time(case), disk=resolve_disk(case))
+    return replace(case.plan, time=resolve_time(case), disk=resolve_disk(case))
 
 
-def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataSize | None) -> Case:
+def planned(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts | None) -> Case:
     """The recipe with its plan. Raises PlanError."""
     file = open_deepspeed(recipe, hardware, model)
     return Case(recipe, hardware, model, file, resolve_plan(recipe, hardware, model, data, file), data)
@@ -132,41 +131,20 @@ def _memory_with(
     return estimate_memory(recipe.model_copy(update=decided), hardware, model, deepspeed)
 
 
-def _regularization(recipe: Recipe) -> dict[str, Decision[Any]]:
-    train = recipe.train
-    alpha, factor = train.neftune_noise_alpha, train.label_smoothing_factor
-    noise = f"noise within +-{alpha:g} / sqrt(document's length x hidden size) in training" if alpha else "no noise"
-    smooth = "all logits are computed; the eval loss is without it" if factor else "the target alone"
-    return {
-        "neftune_noise_alpha": Decision(alpha or 0.0, f"{stated(train, 'neftune_noise_alpha')}: {noise}"),
-        "label_smoothing_factor": Decision(factor, f"{stated(train, 'label_smoothing_factor')}: {smooth}"),
-    }
+def _as_stated(recipe: Recipe, key: str) -> Decision[Any]:
+    """A key of `train` that nothing changes."""
+    return Decision(getattr(recipe.train, key), stated(recipe.train, key))
 
 
-def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict[str, Decision[Any]]:
-    """Documents and target tokens per step, and the number of steps."""
+def _steps(recipe: Recipe, sequences: int, data: DataFacts | None) -> tuple[Decision[int | None], Decision[int | None]]:
+    """Optimizer steps of an epoch, and of the run."""
     steps, epochs = recipe.train.max_steps, recipe.train.num_train_epochs
     max_steps: Decision[int | None] = Decision(steps, "the recipe" if steps else "known when the data is prepared")
     if data is None:
-        unknown = Decision(None, "known when the data is prepared")
-        names = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch")
-        return dict.fromkeys(names, unknown) | {"max_steps": max_steps}
-    how, about = ("counted", "") if data.exact else ("estimated from the first rows", "about ")
+        return Decision(None, "known when the data is prepared"), max_steps
+    how = "counted: " if data.exact else "estimated from the first rows: about "
     per_epoch = sequences_per_epoch(recipe, data)
     epoch_steps = max(1, ceil(per_epoch / sequences))
     if not steps:
-        plural = "" if epochs == 1 else "s"
-        max_steps = Decision(ceil(epochs * epoch_steps), f"{epochs:g} epoch{plural} x {epoch_steps} steps")
-    mean = data.tokens / data.documents
-    return {
-        "documents_per_step": Decision(
-            round(data.documents * sequences / per_epoch, 1),
-            f"{how}: {about}{data.documents} documents of {mean:.0f} tokens on average",
-        ),
-        "trained_tokens_per_step": Decision(
-            round(data.trained_tokens * sequences / per_epoch),
-            f"{how}: {about}{data.trained_tokens} of {data.tokens} tokens are trained",
-        ),
-        "steps_per_epoch": Decision(epoch_steps, f"{how}: {about}{per_epoch} sequences / {sequences}, rounded up"),
-        "max_steps": max_steps,
-    }
+        max_steps = Decision(ceil(epochs * epoch_steps), f"{epochs:g} epoch(s) x {epoch_steps} steps")
+    return Decision(epoch_steps, f"{how}{per_epoch} sequences / {sequences}, rounded up"), max_steps

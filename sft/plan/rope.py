@@ -37,12 +37,11 @@ def rope_refusals(recipe: Recipe, model: ModelFacts) -> Iterator[str]:
     if rope is None or model.model_type is None:
         return
     key, kind = f"model.rope_scaling={rope.rope_type}", model.rope_type
-    if model.architecture is None:
-        yield f"{key}: the model is code of its own, which may not read it. Set rope_parameters in its config.json instead."
-    elif kind is None:
-        yield f"{key}: models of type {model.model_type} have no rotary positions to scale. Remove it."
-    elif kind == PER_LAYER:
-        yield f"{key}: models of type {model.model_type} have other positions in each kind of layer. Set them in its config.json instead."
+    if model.architecture is None or kind is None or kind == PER_LAYER:
+        yield (
+            f"{key}: models of type {model.model_type} have no rotary positions, others in each kind of layer, or code of their own that "
+            "may not read it. Remove it, or set what they have in config.json."
+        )
     elif kind != "default" and rope.original_max_position_embeddings is None:
         yield (
             f"{key}: the model's {model.max_position_embeddings} positions are already scaled ({kind}). Remove it, or state those it "

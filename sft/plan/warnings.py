@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from sft.hub.data_facts import DataFacts
 from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Hardware
-from sft.plan.plan import DataSize, Plan
+from sft.plan.plan import Plan
 from sft.plan.rope import original_positions, positions
 from sft.recipe.optimization import ENDS_ABOVE_ZERO
 from sft.recipe.schema import Recipe
@@ -20,7 +21,7 @@ CPU_PARAMETERS = 3e8  # models above this are seldom trained on a CPU on purpose
 
 
 def plan_warnings(
-    recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataSize | None = None
+    recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataFacts | None = None
 ) -> list[str]:
     """What a plan shows that would surprise its author, one sentence or two each; without data the number of steps is an estimate."""
     parameters = model.parameters or 0
@@ -45,20 +46,19 @@ def plan_warnings(
     return warnings
 
 
-def _steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> Iterator[str]:
+def _steps(recipe: Recipe, plan: Plan, data: DataFacts | None) -> Iterator[str]:
     train, every = recipe.train, recipe.eval.every_steps
     batch, steps, per_epoch = plan.global_batch_size.value, plan.max_steps.value, plan.steps_per_epoch.value
     unit = f"packs of {recipe.sequence_length} tokens" if recipe.data.packing else "documents"
     sequences = data.sequences if data else None
     if sequences is not None and sequences < batch:
         yield (
-            f"The batch is larger than the data: a step takes {batch} {unit}, and there are {sequences}. Make the batch smaller "
-            f"({_smaller_batch(recipe, plan, sequences // FEW_STEPS)}), or add data."
+            f"The batch is larger than the data: a step takes {batch} {unit}, and there are {sequences}. Make the batch smaller, or add "
+            "data."
         )
     elif steps and per_epoch and train.max_steps is None and steps < FEW_STEPS:  # max_steps: the author chose them
         yield (
-            f"The run has {steps} optimizer step{'s' if steps > 1 else ''} of {batch} {unit}, too few to train much. A smaller batch "
-            f"({_smaller_batch(recipe, plan, batch * steps // FEW_STEPS)}) or more epochs "
+            f"The run has {steps} optimizer step(s) of {batch} {unit}, too few to train much. A smaller batch or more epochs "
             f"(train.num_train_epochs={ceil(FEW_STEPS / per_epoch)}) gives more."
         )
     warmup = plan.warmup_steps.value
@@ -69,15 +69,6 @@ def _steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> Iterator[str]:
         )
     if steps is not None and every is not None and every > steps:
         yield f"eval.every_steps={every}, and the run has {steps} steps; no evaluation falls into the training."
-
-
-def _smaller_batch(recipe: Recipe, plan: Plan, sequences: int) -> str:
-    """The recipe's key for the batch with about so many sequences, which the ranks can divide."""
-    ranks = plan.data_parallel_ranks.value
-    divided = max(ranks, sequences // ranks * ranks)
-    if recipe.train.global_batch_tokens is not None:
-        return f"train.global_batch_tokens={divided * recipe.sequence_length}"
-    return f"train.global_batch_size={divided}"
 
 
 def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]:
@@ -94,22 +85,11 @@ def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]
 
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:
-    train, lora = recipe.train, recipe.model.lora
+    train = recipe.train
     if train.min_lr_ratio and train.lr_scheduler_type not in ENDS_ABOVE_ZERO:
         yield (
             f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with "
             f"{', '.join(ENDS_ABOVE_ZERO)}."
         )
-    unusual = (
-        ("train.weight_decay", train.weight_decay > 2, "0 to 0.1"),
-        ("train.max_grad_norm", 0 < train.max_grad_norm < 1e-3, "0.1 to 1, and 0 for no clipping"),
-        ("train.adam_beta1", train.adam_beta1 > train.adam_beta2, "below train.adam_beta2"),
-        ("model.lora.lora_alpha", lora is not None and lora.lora_alpha > 64 * lora.r, "1 to 2 times model.lora.r"),
-        ("train.label_smoothing_factor", train.label_smoothing_factor >= 0.5, "0 to 0.1"),
-        ("train.neftune_noise_alpha", (train.neftune_noise_alpha or 0) >= 50, "5 to 15"),
-    )
-    values = {"train": train, "lora": lora}
-    for key, found, usual in unusual:
-        if found:
-            *_, section, name = key.split(".")
-            yield f"{key}={getattr(values[section], name):g} is far from the usual: {usual}."
+    if train.adam_beta1 > train.adam_beta2:
+        yield f"train.adam_beta1={train.adam_beta1:g} is above train.adam_beta2={train.adam_beta2:g}: were they swapped?"

@@ -98,7 +98,7 @@ class Data(Section):
 
     function: Function | None = None
     """Python that converts each row before its format is recognized, as `file.py:name` relative to the recipe's folder. It takes a dict and
-    returns a dict, a list of dicts, or None to leave the row out; docs/data.md."""
+    returns a dict, a list of dicts, or None to leave the row out; docs/own-python.md."""
 
     max_length: int = Field(default=2048, gt=1)
     """Tokens of the longest document."""

@@ -188,7 +188,7 @@ class Evaluation(Section):
     """Search the training data for the tasks' documents, by n-grams of this many words; true is 13."""
 
     every_steps: Positive | None = None
-    """Optimizer steps between evaluations of the live model during training, whatever `backend` says; docs/metrics.md. None: only after
+    """Optimizer steps between evaluations of the live model during training, whatever `backend` says; docs/evaluation.md. None: only after
     training."""
 
     every_tasks: tuple[str, ...] = ()

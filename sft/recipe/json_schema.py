@@ -10,15 +10,24 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema
+
 from sft.recipe.schema import REPOSITORY, SHIPPED, Recipe
 from sft.recipe.section import sections_in
 
 FILE = SHIPPED / "recipes" / "recipe.schema.json"
 
 
+class _Untitled(GenerateJsonSchema):
+    """Without pydantic's titles of fields, which repeat the keys."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
 def json_schema() -> str:
     """The JSON Schema of a recipe, as text."""
-    schema = _without_noise(Recipe.model_json_schema())
+    schema = Recipe.model_json_schema(schema_generator=_Untitled)
     for name, field in Recipe.model_fields.items():
         if list(sections_in(field.annotation)) and not field.is_required():
             # A section whose lines are all commented out reads as null: sft/recipe/load.py.
@@ -26,17 +35,6 @@ def json_schema() -> str:
     # The draft that editors know best.
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Recipe", **schema}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
-
-
-def _without_noise(schema: Any) -> Any:
-    """Without pydantic's titles, which repeat the keys, and the defaults of sections, which each key inside has."""
-    if isinstance(schema, list):
-        return [_without_noise(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    noise = {key for key, value in schema.items() if key == "title" and isinstance(value, str)}
-    noise |= {key for key, value in schema.items() if key == "default" and isinstance(value, dict)}
-    return {key: _without_noise(value) for key, value in schema.items() if key not in noise}
 
 
 def schema_line(folder: Path) -> str:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe.other_tools import other_tool
-from sft.recipe.schema import SCHEMA_VERSION, SHIPPED, Recipe, Section, Source
-from sft.recipe.section import sections_in
+from sft.recipe.schema import SCHEMA_VERSION, SHIPPED, Recipe, Source
+from sft.recipe.section import section_at, sections_in
 
 _REMOVED_FINDINGS = {"answer_in_question", "repeated_system", "base64", "carriage_return", "held_out_near"}
 """Values that `data.refuse` and `data.allow` once took. Recipes that name them still load, and a line says so."""
@@ -79,19 +79,11 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
         # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
         return Recipe.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        mistakes = _explain(error)
-        if hint := _from_elsewhere(values, origin):
-            more = [f"  and {len(mistakes) - 8} more"] if len(mistakes) > 8 else []
-            mistakes = [*mistakes[:8], *more, hint]
-        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *mistakes])) from None
-
-
-def _from_elsewhere(values: dict[str, Any], origin: str) -> str:
-    """How to convert the config of another tool; empty for anything else."""
-    tool = other_tool(values)
-    if tool in (None, "accelerate", "DeepSpeed"):
-        return ""
-    return f"It looks like a config of {tool}. To convert it: sft convert {shlex.quote(origin)} --gpus N -o recipe.yaml"
+        tool = other_tool(values)
+        if tool not in (None, "accelerate", "DeepSpeed"):
+            command = f"sft convert {shlex.quote(origin)} --gpus N -o recipe.yaml"
+            raise RecipeError(f"{origin} looks like a config of {tool}. To convert it: {command}") from None
+        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *_explain(error)])) from None
 
 
 def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:
@@ -266,10 +258,7 @@ _OTHER_NAMES = {
 def _hint(path: list[str]) -> str:
     """What was probably meant by an unknown key."""
     *parents, name = path
-    schema: type[Section] = Recipe
-    for part in parents:
-        field = schema.model_fields.get(part)
-        schema = next(sections_in(field.annotation), schema) if field else schema
+    schema = section_at(Recipe, [part for part in parents if not part.isdigit()]) or Recipe
     known, other = list(schema.model_fields), _OTHER_NAMES.get(name, "")
     if other.split("`")[0] in known:
         hint = f"; here it is `{other}`"

@@ -12,10 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from hashlib import sha256
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path, PurePath
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from sft.errors import RecipeError, did_you_mean
@@ -128,13 +126,6 @@ def _defined(text: bytes, key: str, reference: str) -> set[str]:
     return names
 
 
-class _Source(SourceFileLoader):
-    """Compiles the source each time: a `__pycache__` beside it could hold other code than what its reader has read."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def load_code(recipe: Recipe, key: str, reference: str) -> Any:
     """Run the file, once in a process, and return what it defines under the name.
 
@@ -149,13 +140,12 @@ def load_code(recipe: Recipe, key: str, reference: str) -> Any:
 
 
 def _run_module(name: str, file: Path, what: str) -> ModuleType:
-    loader = _Source(name, str(file))
-    spec = spec_from_loader(name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses and pickle look their module up while it runs
     try:
-        loader.exec_module(module)
+        # No import: a `__pycache__` beside the file could hold other code than what its reader has read.
+        exec(compile(file.read_bytes(), file, "exec"), module.__dict__)  # noqa: S102
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise RecipeError(f"{what} cannot be loaded: {explained(error, file)}.") from None

@@ -172,7 +172,7 @@ class Tracking(Section):
     """Where to send the curves, besides metrics.jsonl."""
 
     report_to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
-    """Trackers. mlflow and trackio are installed by `pip install -e '.[trackers]'`; docs/trackers.md."""
+    """Trackers. mlflow and trackio are installed by `pip install -e '.[trackers]'`; docs/metrics.md."""
 
     project: str = Field(default="sft", min_length=1)
     """Project in wandb and trackio, experiment in mlflow."""
@@ -219,22 +219,6 @@ class Recipe(Section):
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
-
-    @model_validator(mode="after")
-    def _eval_during_training_needs_full_layers(self) -> Recipe:
-        switches = {
-            f"train.tensor_parallel_size={self.train.tensor_parallel_size}": self.train.tensor_parallel_size > 1,
-            f"train.sequence_parallel_size={self.train.sequence_parallel_size}": self.train.sequence_parallel_size > 1,
-            f"train.pipeline_parallel_size={self.train.pipeline_parallel_size}": self.train.pipeline_parallel_size > 1,
-            # Each new length would be compiled, until torch gives up on the layer and trains it uncompiled.
-            "model.compile=true": self.model.compile,
-        }
-        refused = " and ".join(name for name, is_set in switches.items() if is_set)
-        if refused and self.eval.every_steps is not None:
-            raise ValueError(
-                f"eval.every_steps={self.eval.every_steps} does not work with {refused}: remove one of them, and evaluate after training"
-            )
-        return self
 
     @model_validator(mode="after")
     def _best_model_is_measured(self) -> Recipe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -32,6 +32,16 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
         yield annotation
     for argument in get_args(annotation):
         yield from sections_in(argument)
+
+
+def section_at(schema: type[Section], path: Sequence[str]) -> type[Section] | None:
+    """The section inside another that a path of keys leads to; None where it leads to no section."""
+    for name in path:
+        found = next(sections_in(schema.model_fields[name].annotation), None) if name in schema.model_fields else None
+        if found is None:
+            return None
+        schema = found
+    return schema
 
 
 def regular(patterns: Patterns) -> Patterns:

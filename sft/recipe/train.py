@@ -191,26 +191,15 @@ class Train(Optimization):
     trainer_args: Annotated[dict[str, JsonValue], _UNKNOWN] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, validated against it. Fields that the plan decides are refused."""
 
-    @field_validator("on_nonfinite", mode="before")
+    @field_validator("max_time")
     @classmethod
-    def _without_rewind(cls, value: object) -> object:
-        if value == "rewind":
-            raise ValueError(
-                "rewind was removed: use skip to train on without the step, or stop to look at its samples first"
-            )
-        return value
-
-    @field_validator("max_time", mode="before")
-    @classmethod
-    def _max_time_has_a_unit(cls, value: object) -> object:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ValueError(f"{value} has no unit: write {value:g}m for minutes, or {value:g}s for seconds")
-        if isinstance(value, str):
+    def _is_a_duration(cls, value: str | None) -> str | None:
+        if value is not None:
             parse_duration(value)
         return value
 
     callbacks: Annotated[tuple[Function | Callback, ...], _CALLBACKS] = ()
-    """Your own transformers TrainerCallbacks, as `file.py:Class`, or with `arguments`; they run on each rank; docs/trackers.md."""
+    """Your own transformers TrainerCallbacks, as `file.py:Class`, or with `arguments`; they run on each rank; docs/own-python.md."""
 
     @model_validator(mode="after")
     def _one_batch(self) -> Train:
@@ -269,27 +258,16 @@ class Train(Optimization):
 
     @model_validator(mode="after")
     def _one_engine(self) -> Train:
-        if self.deepspeed == "auto":
-            raise ValueError("deepspeed=auto is now train.parallel: auto. Remove deepspeed and set that")
         engines = {"parallel": self.parallel, "deepspeed": self.deepspeed, "fsdp": self.fsdp}
         given = [name for name, value in engines.items() if value is not None]
-        tensor, sequence = self.tensor_parallel_size, self.sequence_parallel_size
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each name the engine: give one of them")
-        sizes = {"tensor_parallel_size": tensor, "sequence_parallel_size": sequence}
+        sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "sequence_parallel_size")}
         others = [*given, *(f"{name}={size}" for name, size in sizes.items() if size > 1)]
         if self.pipeline_parallel_size > 1 and others:
             raise ValueError(
                 f"pipeline_parallel_size={self.pipeline_parallel_size} does not work with {' and '.join(others)}: remove one of them. The "
                 "GPUs of a stage share its batches as DDP does"
-            )
-        if tensor > 1 and self.deepspeed is not None:
-            raise ValueError(
-                f"tensor_parallel_size={tensor} does not work with deepspeed={self.deepspeed}: remove one of them"
-            )
-        if sequence > 1 and self.deepspeed is None and self.parallel is None:
-            raise ValueError(
-                f"sequence_parallel_size={sequence} needs DeepSpeed ZeRO-2 or ZeRO-3: set deepspeed to zero2 or zero3, or parallel to auto"
             )
         return self
 

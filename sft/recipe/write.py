@@ -12,7 +12,7 @@ import yaml
 
 from sft.recipe.changes import recipe_keys
 from sft.recipe.schema import Recipe
-from sft.recipe.section import Section, sections_in
+from sft.recipe.section import section_at
 from sft.terminal import visible_line
 
 _WIDTH = 118
@@ -62,15 +62,11 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    schema: type[Section] = Recipe
     *parents, name = key.split(".")
-    for part in parents:
-        known = schema.model_fields.get(part)
-        inner = list(sections_in(known.annotation)) if known else []
-        if not inner:
-            return False
-        schema = inner[0]
-    default = schema.model_fields[name].get_default(call_default_factory=True) if name in schema.model_fields else None
+    schema = section_at(Recipe, parents)
+    if schema is None or name not in schema.model_fields:
+        return False
+    default = schema.model_fields[name].get_default(call_default_factory=True)
     return json.dumps(value) == json.dumps(default, default=str) or (value == default and not isinstance(value, bool))
 
 

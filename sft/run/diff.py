@@ -9,6 +9,7 @@ Names, places, trackers, evaluation, and how often something is written are show
 from __future__ import annotations
 
 import filecmp
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,13 +57,13 @@ def compare(a: Run, b: Run) -> list[Finding]:
     """What differs between two runs, section by section."""
     one, other = _facts(a), _facts(b)
     facts = [_compared(title, one[title], other[title]) for title in one]
-    return [*facts, batches(a, b), losses(a, b), final(a, b)]
+    return [*facts, steps(a, b), final(a, b)]
 
 
 def _heading(run: Run) -> str:
     record = run.record
     sessions = len(record.get("sessions", [])) or 1
-    steps = max(_by_step(run), default=0)
+    steps = max((line["step"] for line in read_lines(run.metrics_file)), default=0)
     return f"{run.path} ({record['status']}, {steps} steps{f', in {sessions} sessions' if sessions > 1 else ''})"
 
 
@@ -86,100 +87,54 @@ def _compared(title: str, one: dict[str, Any], other: dict[str, Any]) -> Finding
     free = [title == "recipe" and is_same_training(change.key) for change in changes]
     lines = [f"{change}{' (does not count)' if no else ''}" for change, no in zip(changes, free, strict=True)]
     count = free.count(False)
-    summary = f"{count} difference{'s' if count > 1 else ''} (A -> B)" if count else "same"
-    if title == "program" and one.get("dirty") and not count:
-        summary = "same commit; both with uncommitted changes, which may differ"
-    return Finding(title, summary, tuple(lines), count > 0)
+    return Finding(title, f"{count} differences (A -> B)" if count else "same", tuple(lines), count > 0)
 
 
-def _by_step(run: Run) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step, each with the step of the line before."""
-    found, before = {}, 0
-    for line in read_lines(run.metrics_file):
-        found[line["step"]] = line | {"since": before}
-        before = line["step"]
-    return found
+def _lines(run: Run) -> dict[tuple[int, int], dict[str, Any]]:
+    """The lines of metrics.jsonl, each by the step of the line before and its own: a line is the mean over those in between."""
+    lines = read_lines(run.metrics_file)
+    starts = [0, *(line["step"] for line in lines)]
+    return {(start, line["step"]): line for start, line in zip(starts, lines, strict=False)}
 
 
-def _pairs(a: Run, b: Run, key: str) -> tuple[list[tuple[int, Any, Any]], str]:
-    """Step and both values of the lines that cover the same steps in both runs; and how many lines that is, in words."""
-    one, other = _by_step(a), _by_step(b)
-    steps = [step for step in sorted(one) if step in other and one[step]["since"] == other[step]["since"]]
-    pairs = [(step, one[step].get(key), other[step].get(key)) for step in steps]
-    pairs = [pair for pair in pairs if pair[1] is not None and pair[2] is not None]
-    if not pairs:
-        return [], "not compared: no lines cover the same steps"
-    left = max(len(one), len(other)) - len(pairs)
-    others = f"; {left} cover other steps than in the other run, and are not compared" if left else ""
-    return pairs, f"same, in {len(pairs)} line{'' if len(pairs) == 1 else 's'} to step {pairs[-1][0]}{others}"
-
-
-def batches(a: Run, b: Run) -> Finding:
-    """Compare the fingerprints of what the ranks were given."""
-    pairs, same = _pairs(a, b, "batch")
-    differ = [step for step, one, other in pairs if one != other]
-    if not differ:
-        return Finding("batches", same)
-    again = next((step for step, one, other in pairs if step > differ[0] and one == other), None)
-    lines = [f"differ from step {differ[0]}"] + ([f"the same again at step {again}"] if again else [])
-    return Finding("batches", f"{len(differ)} of {len(pairs)} lines differ", tuple(lines), differs=True)
-
-
-def losses(a: Run, b: Run) -> Finding:
-    """Compare the loss of each logged step."""
-    last = [max(_by_step(run), default=0) for run in (a, b)]
+def steps(a: Run, b: Run) -> Finding:
+    """Compare the fingerprints of the batches, and the losses, of the logged lines that cover the same steps."""
+    one, other = _lines(a), _lines(b)
+    both = sorted(one.keys() & other.keys())
+    last = [max(one, default=(0, 0))[1], max(other, default=(0, 0))[1]]
     length = [f"A ends at step {last[0]}, B at step {last[1]}"] if last[0] != last[1] else []
-    pairs, same = _pairs(a, b, "loss")
-    differ = [(step, one, other) for step, one, other in pairs if abs(one - other) > _SAME_LOSS]
-    if not differ:
-        return Finding("losses", same, tuple(length), bool(length))
-    step, one, other = differ[0]
-    largest, where = max((abs(one - other), step) for step, one, other in differ)
-    lines = [
-        f"differ from step {step}: {one:.6f} -> {other:.6f}",
-        f"largest difference: {largest:.2e}, at step {where}",
-        f"last common line, step {pairs[-1][0]}: {pairs[-1][1]:.6f} -> {pairs[-1][2]:.6f}",
-    ]
-    return Finding("losses", f"{len(differ)} of {len(pairs)} lines differ", (*lines, *length), differs=True)
+    if not both:
+        return Finding("steps", "not compared: no lines cover the same steps", tuple(length), bool(length))
+    batches = [place[1] for place in both if one[place].get("batch") != other[place].get("batch")]
+    gaps = {place[1]: _gap(one[place].get("loss"), other[place].get("loss")) for place in both}
+    parted = [step for step, gap in gaps.items() if gap > _SAME_LOSS]
+    lines = [*length, *([f"batches differ from step {batches[0]}"] if batches else [])]
+    if parted:
+        largest = max(gaps, key=lambda step: gaps[step])
+        lines += [f"losses differ from step {parted[0]}, most at step {largest}: by {gaps[largest]:.2e}"]
+    compared = f"{'differ' if lines else 'same'}, in {len(both)} lines that cover the same steps"
+    return Finding("steps", compared, tuple(lines), bool(lines))
+
+
+def _gap(one: float | None, other: float | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    return abs(one - other)
 
 
 def final(a: Run, b: Run) -> Finding:
-    """Compare the files of final/, and the tensors of weights that differ."""
+    """Compare the files of final/."""
     exist = [run.final.is_dir() for run in (a, b)]
     if not all(exist):
         which = "neither run has one" if not any(exist) else f"only {'A' if exist[0] else 'B'} has one"
         return Finding("final", f"not compared: {which}", differs=any(exist))
-    files = [{str(path.relative_to(run.final)) for path in run.final.rglob("*") if path.is_file()} for run in (a, b)]
-    names, lines = files[0] | files[1], []
-    for name in sorted(names):
-        one, other = a.final / name, b.final / name
-        if name not in files[0] & files[1]:
-            lines.append(f"{name}: only in {'A' if name in files[0] else 'B'}")
-        elif not filecmp.cmp(one, other, shallow=False):
-            lines.append(f"{name}: {_tensors(one, other) if name.endswith('.safetensors') else 'differs'}")
-    summary = f"{len(lines)} of {len(names)} files differ" if lines else f"same, {len(names)} files"
-    return Finding("final", summary, tuple(lines), bool(lines))
-
-
-def _tensors(one: Path, other: Path) -> str:
-    """How two files of weights differ, with one pair of tensors in memory at a time."""
-    from safetensors import safe_open
-
-    with safe_open(one, "pt") as left, safe_open(other, "pt") as right:
-        names, changed = sorted(left.keys()), dict[str, float]()
-        if alone := sorted({*names} ^ {*right.keys()}):
-            return f"only one of them has {alone[0]}"
-        for name in names:
-            values = left.get_tensor(name), right.get_tensor(name)
-            kinds = [f"{value.dtype} {list(value.shape)}" for value in values]
-            if kinds[0] != kinds[1]:
-                return f"{name}: {kinds[0]} -> {kinds[1]}"
-            if not values[0].equal(values[1]):
-                changed[name] = float((values[0].float() - values[1].float()).abs().max())
-    if not changed:
-        return "the same tensors, in another layout"
-    name = max(changed, key=lambda name: changed[name])
-    return f"{len(changed)} of {len(names)} tensors differ, most in {name}: {changed[name]:.2e}"
+    names = sorted(
+        {str(path.relative_to(run.final)) for run in (a, b) for path in run.final.rglob("*") if path.is_file()}
+    )
+    same, *others = filecmp.cmpfiles(a.final, b.final, names, shallow=False)
+    differ = sorted(name for some in others for name in some)
+    summary = f"{len(differ)} of {len(names)} files differ" if differ else f"same, {len(same)} files"
+    return Finding("final", summary, tuple(differ), bool(differ))
 
 
 if __name__ == "__main__":

@@ -119,22 +119,18 @@ class Run:
     @property
     def next_start(self) -> str:
         """What the next start does, as a sentence without its full stop."""
-        own = f"`{shown_command('sft', str(self.path))}`"
-        who = "The same command"
-        if self.record.get("recipe_values", {}).get("train", {}).get("resume") == "never":
-            who = f"The same command starts another run (train.resume=never); {own}"
-        elif "repeats" in self.record or not self._is_found_again():
-            who = own
+        who = "The same command" if self._is_found_again() else f"`{shown_command('sft', str(self.path))}`"
         if self.record.get("evaluation") in EVALUATION_LEFT:
             return f"{who} resumes the evaluation"
         checkpoint = self.last_checkpoint()
         return f"{who} {f'resumes from {checkpoint.name}' if checkpoint else 'starts it again: there is no checkpoint yet'}"
 
     def _is_found_again(self) -> bool:
-        """Whether the command that started this run finds it again: by its name, or as the recipe's newest run."""
-        named = self.record.get("recipe_values", {}).get("tracking", {}).get("run_name") is not None
+        """Whether the command that started this run resumes it: it is the recipe's newest, and neither a repetition nor always anew."""
+        resume = self.record.get("recipe_values", {}).get("train", {}).get("resume")
         latest = self.path.parent / LATEST
-        return named or not latest.exists() or latest.resolve() == self.path.resolve()
+        is_latest = not latest.exists() or latest.resolve() == self.path.resolve()
+        return is_latest and resume != "never" and "repeats" not in self.record
 
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -160,15 +156,6 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
         )
     if run_name == LATEST:
         raise RecipeError(f"tracking.run_name={LATEST} is the name of the link to the newest run. Choose another name.")
-
-
-def check_beside_latest(run: Path, parent: Path) -> None:
-    """Refuse to resume a run that `latest` finds outside its recipe's folder (RunError): this start would write there."""
-    if run.parent != parent:
-        raise RunError(
-            f"{parent / LATEST} leads to {run}, which is not in {parent}: this start would write there. Remove the link, and name the "
-            "run's own place with output_dir."
-        )
 
 
 def folder_fault(folder: Path) -> str | None:

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sft import signals
 from sft.credentials import redact
 from sft.errors import Interrupted, UserError
 from sft.files import remove
@@ -157,12 +158,8 @@ def close_session(run: Run, status: str, seconds: float | None = None) -> None:
 
 def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
     """The last line of metrics.jsonl that a session wrote; empty if it wrote none."""
-    lines = read_lines(run.metrics_file)
-    if not lines:
-        return {}
-    written = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.metrics_file.stat().st_mtime))
     step = int(session["checkpoint"].rpartition("-")[2]) if session["checkpoint"] else 0
-    return lines[-1] if lines[-1]["step"] > step and written >= session["started"] else {}
+    return next((line for line in read_lines(run.metrics_file)[-1:] if line["step"] > step), {})
 
 
 def record_end(run: Run, seconds: float, evaluates: bool) -> None:
@@ -189,24 +186,23 @@ def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return total / steps if steps else None
 
 
-@dataclass(frozen=True)
-class InterruptibleRun:
-    """Records that a stop request has interrupted a run; sft/signals.py calls it."""
+def record_interruptions(run: Run) -> None:
+    """From here on a stop request interrupts this run."""
+    signals.interrupts(lambda interrupted: _interrupted(run, interrupted), lambda: _clean_up(run))
 
-    run: Run
 
-    def record(self, interrupted: Interrupted) -> str:
-        """Write it into run.json, on rank 0, and return what the next start does, as a sentence."""
-        if _is_rank_0():
-            with suppress(OSError, UserError):
-                close_session(self.run, "interrupted")
-                self.run.update(status="interrupted", error=str(interrupted))
-        return f"{self.run.next_start}."
+def _interrupted(run: Run, interrupted: Interrupted) -> str:
+    if _is_rank_0():
+        with suppress(OSError, UserError):
+            close_session(run, "interrupted")
+            run.update(status="interrupted", error=str(interrupted))
+    return f"{run.next_start}."
 
-    def clean_up(self) -> None:
-        """Remove the checkpoint that is half written: gigabytes that nothing would read."""
-        if _is_rank_0():
-            remove(self.run.checkpoints / INCOMPLETE)
+
+def _clean_up(run: Run) -> None:
+    # A checkpoint that is half written: gigabytes that nothing would read.
+    if _is_rank_0():
+        remove(run.checkpoints / INCOMPLETE)
 
 
 def _is_rank_0() -> bool:

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -119,14 +118,6 @@ def _differences(recorded: Checksums | None, found: Checksums | None) -> str:
 
 def _checksums(folder: Path, patterns: Iterable[str]) -> Checksums:
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    states = [file.stat() for file in paths]
     with ThreadPoolExecutor(4) as pool:
-        keys = [(one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in states]
-        found = zip(paths, pool.map(_checksum, paths, keys), strict=True)
+        found = zip(paths, pool.map(checksum, paths), strict=True)
         return {path.relative_to(folder).as_posix(): {"bytes": size, "xxh3_128": code} for path, (size, code) in found}
-
-
-@cache
-def _checksum(file: Path, state: tuple[int, ...]) -> tuple[int, str]:
-    """A file's size and checksum, computed once per process for each state of it."""
-    return checksum(file)

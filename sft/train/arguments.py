@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from math import isfinite
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 from warnings import catch_warnings
 
 import torch
 from accelerate import ParallelismConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import get_scheduler
 from trl import SFTConfig
 
@@ -153,119 +153,70 @@ def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None
 
 
 # Fields of SFTConfig that would decide a second time, or behind the plan's back, what something else decides.
-_DECIDED_BY = {
-    "data.held_out and train.eval_steps": "do_eval eval_on_start eval_steps eval_strategy",
-    "data.loss_on": "assistant_only_loss completion_only_loss",
-    "data.overlong": "truncation_mode",
-    "data.packing": "eval_packing padding_free",
-    "data.train": "dataset_num_proc dataset_text_field",
-    "metrics.jsonl, which counts the tokens": "include_num_input_tokens_seen",
-    "model.chat_template": "chat_template_path",
-    "model.compile": "torch_compile torch_compile_backend torch_compile_mode",
-    "model.eos_token": "eos_token",
-    "model.kernels": "liger_kernel_config use_liger_kernel",
-    "model.pad_token": "pad_token",
-    "model.trust_remote_code": "trust_remote_code",
-    "the keys of `model`": "model_init_kwargs",
-    "scripts/export.sh, which uploads the finished model": (
-        "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy push_to_hub"
-    ),
-    "train.lr_scheduler_type and the keys of its schedule": "lr_scheduler_kwargs lr_scheduler_type",
-    "train.optim and train.optim_args": "optim optim_args optim_target_modules",
-    "train.label_smoothing_factor": "label_smoothing_factor",
-    "train.neftune_noise_alpha": "neftune_noise_alpha",
-    "the engine: train.deepspeed or train.fsdp": "fsdp fsdp_config",
-    "the launcher": "ddp_backend",
-    "the plan": "accelerator_config dataloader_drop_last",
-    "train.gradient_checkpointing": "activation_checkpointing activation_checkpointing_kwargs activation_offloading",
-    "train.load_best_model_at_end": "greater_is_better load_best_model_at_end metric_for_best_model",
-    "train.logging_steps": "logging_strategy",
-    "train.max_time and the signals that stop a run": "enable_jit_checkpoint",
-    "train.micro_batch_size": "auto_find_batch_size",
-    "train.resume": "ignore_data_skip resume_from_checkpoint",
-    "train.seed": "data_seed length_column_name shuffle_dataset train_sampling_strategy",
-}
-SECOND_WAYS = {name: decider for decider, names in _DECIDED_BY.items() for name in names.split()}
+SECOND_WAYS = frozenset(
+    """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading assistant_only_loss
+    auto_find_batch_size chat_template_path completion_only_loss data_seed dataloader_drop_last dataset_num_proc dataset_text_field
+    ddp_backend do_eval enable_jit_checkpoint eos_token eval_on_start eval_packing eval_steps eval_strategy fsdp fsdp_config
+    greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy ignore_data_skip
+    include_num_input_tokens_seen label_smoothing_factor length_column_name liger_kernel_config load_best_model_at_end logging_strategy
+    lr_scheduler_kwargs lr_scheduler_type metric_for_best_model model_init_kwargs neftune_noise_alpha optim optim_args
+    optim_target_modules pad_token padding_free push_to_hub resume_from_checkpoint shuffle_dataset torch_compile torch_compile_backend
+    torch_compile_mode train_sampling_strategy truncation_mode trust_remote_code use_liger_kernel
+    """.split()
+)
 
 
-def _wrong_types(extra: dict[str, Any]) -> list[str]:
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-    from pydantic.errors import PydanticSchemaGenerationError
+class _Validated(SFTConfig):  # type: ignore[misc]
+    """SFTConfig whose types pydantic checks, and which joins no process group for its device."""
 
-    hints, lines = get_type_hints(SFTConfig), []
-    for name, value in extra.items():
-        try:
-            TypeAdapter(hints[name], config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
-        except ValidationError as error:
-            lines.append(f"{name}: {error.errors()[0]['msg'].replace('Input should be', 'must be')}, got {value!r}")
-        except (KeyError, TypeError, PydanticSchemaGenerationError):
-            continue  # a type of transformers' own, which its constructor checks
-    return lines
-
-
-def _refused_by_loader(extra: dict[str, Any]) -> list[str]:
-    """What torch's DataLoader would refuse once the weights are loaded."""
-    rows: Any = [0]
-    names = {name: name.removeprefix("dataloader_") for name in extra if name.startswith("dataloader_")}
-    try:
-        torch.utils.data.DataLoader(rows, **{short: extra[name] for name, short in names.items()})
-    except (TypeError, ValueError) as error:
-        return [f"{', '.join(names)}: torch's DataLoader refuses it: {error}"]
-    return []
-
-
-class _WithoutDevice(SFTConfig):  # type: ignore[misc]
-    """Validates as SFTConfig does, and joins no process group for it."""
-
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     device = torch.device("cpu")
 
 
-def _refused_by_configuration(extra: dict[str, Any], on_cpu: bool) -> list[str]:
+def _refused_by_trl(extra: dict[str, Any], on_cpu: bool) -> list[str]:
     # tf32 is refused by what this machine has, and the plan may be for another.
     given = {name: value for name, value in extra.items() if name != "tf32"}
     try:
         with catch_warnings(action="ignore"):  # of what the plan decides
-            _WithoutDevice(**{"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given)
-    except (TypeError, ValueError) as error:
-        return [str(error)]
+            TypeAdapter(_Validated).validate_python(
+                {"output_dir": "", "report_to": "none", "use_cpu": on_cpu, "bf16": False} | given
+            )
+    except ValidationError as error:
+        return [
+            f"{one['loc'][0]}: {one['msg']}, got {one['input']!r}" if one["loc"] else one["msg"]
+            for one in error.errors()
+        ]
     return []
 
 
 def check_trainer_args(job: Job) -> None:
     """Refuse in train.trainer_args what SFTConfig does not know or take, and what the recipe or the plan decides: a RecipeError."""
+    extra = job.recipe.train.trainer_args
+    if not extra:
+        return
     known = {field.name for field in fields(SFTConfig) if field.init}
-    planned = set(_planned_arguments(job, Path("recipe/run")))
+    decided = SECOND_WAYS | _planned_arguments(job, Path("recipe/run")).keys()
     lines = []
-    for name, value in job.recipe.train.trainer_args.items():
+    for name, value in extra.items():
         if name not in known:
             lines.append(f"{name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}")
         elif name == "hub_token":
             lines.append("hub_token: a secret does not belong in a recipe; log in with `hf auth login`")
-        elif name in SECOND_WAYS:
-            lines.append(f"{name}: decided by {SECOND_WAYS[name]}")
-        elif name in planned:
-            lines.append(f"{name}: decided by the recipe's own keys and the plan")
+        elif name in decided:
+            lines.append(
+                f"{name}: decided by the recipe's own keys, the plan or the launcher; scripts/export.sh uploads models"
+            )
         elif name == "loss_type" and value not in ("nll", "dft"):
             # SFTConfig takes any; the trainer refuses them after the weights are loaded.
             lines.append(f"loss_type: must be `nll` or `dft`, got {value!r}")
-        elif name == "tf32" and value and job.hardware.gpu is None:
-            lines.append("tf32: needs a GPU")
-        elif isinstance(value, float) and not isfinite(value):
-            lines.append(f"{name}: must be a finite number, got {value}")
-    extra = job.recipe.train.trainer_args
-    lines = (
-        lines
-        or _wrong_types(extra)
-        or _refused_by_loader(extra)
-        or (_refused_by_configuration(extra, job.hardware.gpu is None) if extra else [])
-    )
+    lines = lines or _refused_by_trl(extra, job.hardware.gpu is None)
     if lines:
         raise RecipeError("\n  ".join(["train.trainer_args:", *lines]))
 
 
 def training_arguments(job: Job, run: Run) -> SFTConfig:
     """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while it loads."""
-    check_trainer_args(job)
     try:
         arguments = SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)
     except (TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ from sft.data.formats import IGNORED
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.hub.flops import ModelFlops
+from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 
 NUMBER, CONTENTS = "number", "contents"
@@ -182,6 +183,14 @@ class Work:
     """The highest of any rank, of the figures that each has brought."""
 
 
+def add_ranks(of_ranks: Sequence[tuple[int, int, int, float | None, tuple[float, ...]]]) -> Work:
+    """The work of all ranks, from each one's fingerprint, tokens, target tokens, FLOPs and peaks."""
+    fingerprints, tokens, targets, flops, peaks = zip(*of_ranks, strict=True)
+    total = None if None in flops else sum(flops)
+    highest = tuple(map(max, zip(*peaks, strict=True)))
+    return Work(sum(tokens), sum(targets), total, f"{sum(fingerprints) % 2**64:016x}", highest)
+
+
 class WorkSum:
     """Adds up what this rank trains on, and sums it over the ranks for each logged line."""
 
@@ -195,24 +204,13 @@ class WorkSum:
         """Count the micro-batches of a step."""
         self._contents += contents
 
-    def gather(self, accelerator: Any, *peaks: float) -> Work | None:
-        """Make the line, in one collective; every rank takes part. None where there was no step."""
+    def gather(self, *peaks: float) -> Work | None:
+        """Make the line; every rank takes part. None where there was no step."""
         if not self._contents:
             return None
         mine, self._contents = self._contents, []
-        fingerprint = sum(one.fingerprint for one in mine) % 2**64
-        values = [
-            # In halves, which a double holds exactly, also as the sum over many ranks.
-            fingerprint & 0xFFFFFFFF,
-            fingerprint >> 32,
-            sum(int(one.lengths.sum()) for one in mine),
-            sum(one.target_tokens for one in mine),
-            sum(self.flops.of(one.lengths, one.target_tokens) for one in mine) if self.flops else 0,
-        ]
-        of_rank = torch.tensor([[*values, *peaks]], dtype=torch.float64, device=accelerator.device)
-        columns = list(zip(*accelerator.gather(of_rank).tolist(), strict=True))
-        low, high, tokens, targets, flops = map(sum, columns[: len(values)])
-        total = (int(low) + (int(high) << 32)) % 2**64
-        highest = tuple(map(max, columns[len(values) :]))
-        self.line = Work(int(tokens), int(targets), flops if self.flops else None, f"{total:016x}", highest)
+        fingerprint = sum(one.fingerprint for one in mine)
+        tokens, targets = sum(int(one.lengths.sum()) for one in mine), sum(one.target_tokens for one in mine)
+        flops = sum(self.flops.of(one.lengths, one.target_tokens) for one in mine) if self.flops else None
+        self.line = add_ranks(distributed.gather((fingerprint, tokens, targets, flops, peaks)))
         return self.line

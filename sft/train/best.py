@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
@@ -18,13 +18,6 @@ from sft.parallel import process_group as distributed
 from sft.recipe.train import EVAL_LOSS
 from sft.run.directory import Run, read_lines
 from sft.train.trainer import RecipeTrainer
-
-
-class Measures(Protocol):
-    """A callback that measures at some steps, before the line of the step is written."""
-
-    figure: Any
-    """What was measured at this step, on every rank; None where nothing was."""
 
 
 def best_step(scores: Mapping[int, float], larger: bool) -> int | None:
@@ -61,7 +54,7 @@ class BestCheckpoint(TrainerCallback):  # type: ignore[misc]
         measured: The callbacks that measure, by their key in metrics.jsonl.
     """
 
-    def __init__(self, trainer: RecipeTrainer, run: Run, measured: Mapping[str, Measures | None]) -> None:
+    def __init__(self, trainer: RecipeTrainer, run: Run, measured: Mapping[str, Any]) -> None:
         train = trainer.job.recipe.train
         self.trainer, self.run, self.measured = trainer, run, measured
         self.metric, self.larger = train.metric_for_best_model, train.larger_is_better
@@ -125,33 +118,27 @@ class BestCheckpoint(TrainerCallback):  # type: ignore[misc]
     def load(self) -> None:
         """Give the live model the weights of the best checkpoint, and record which it is. Every rank takes part."""
         last = self.trainer.state.global_step
-        best, lost = distributed.from_rank_0(lambda: self._usable(last))
-        value = self.scores[best] if best is not None else None
+        best = best_step(self.scores, self.larger)
+        folder = self.run.checkpoints / f"checkpoint-{best}"
+        lost = None
         if best is None:
-            words = f"There is no {self.name} of a checkpoint to choose by: final/ is the last step"
-        else:
-            which = "the last step" if best == last else "that checkpoint"
-            words = f"Best {self.name}: {value:.4f} at step {best} of {last}; final/ is {which}"
-            if best != last:
-                self.trainer.load_weights_of(self._checkpoint(best))
+            lost = f"There is no {self.name} of a checkpoint to choose by: final/ is the last step."
+        elif best != last and (why := distributed.from_rank_0(lambda: _fault(folder))):
+            lost = f"{folder.name} has the best {self.name}, {self.scores[best]:.4f}, and cannot be used: {why}. final/ is the last step."
+        step = last if best is None or lost else best
+        value = self.scores.get(step)
+        if step != last:
+            self.trainer.load_weights_of(folder)
         if distributed.is_rank_0():
-            self.run.warn("best", *lost)
-            self.run.update(best={"metric": self.metric, "step": best or last, "value": value, "last_step": last})
-            print("\n".join([*(f"Warning: {one}" for one in lost), f"{words}."]), flush=True)
+            self.run.warn("best", lost)
+            self.run.update(best={"metric": self.metric, "step": step, "value": value, "last_step": last})
+            print(
+                f"Warning: {lost}"
+                if lost
+                else f"Best {self.name}: {value:.4f} at step {step} of {last}, as final/ is.",
+                flush=True,
+            )
 
-    def _checkpoint(self, step: int) -> Path:
-        return self.run.checkpoints / f"checkpoint-{step}"
 
-    def _usable(self, last: int) -> tuple[int | None, list[str]]:
-        """The best step whose weights are there, and what is said of better ones. The last step is in memory."""
-        scores, lost = dict(self.scores), list[str]()
-        while (best := best_step(scores, self.larger)) not in (None, last):
-            folder = self._checkpoint(best)
-            why = checkpoint_fault(folder) if folder.is_dir() else "it is not there"
-            if why is None:
-                break
-            # Of a step that was never kept, since a better one came later, nobody needs to hear.
-            if folder.name == self.trainer.checkpoints.protected:
-                lost.append(f"{folder.name} has the best {self.name}, {scores[best]:.4f}, and cannot be used: {why}.")
-            del scores[best]
-        return best, lost
+def _fault(checkpoint: Path) -> str | None:
+    return checkpoint_fault(checkpoint) if checkpoint.is_dir() else "it is not there"

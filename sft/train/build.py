@@ -11,7 +11,6 @@ from trl import SFTConfig
 from sft.checkpoint.resume import ResumePlan
 from sft.checkpoint.trainer import ResumedSettings
 from sft.data.tokenizer import new_token_ids
-from sft.errors import ModelError
 from sft.model.adapters import add_adapters, lora_config, show_head, untrained_rows
 from sft.model.compiled_layers import compile_layers
 from sft.model.frozen import freeze
@@ -53,24 +52,19 @@ def build_trainer(
                 f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True
             )
         config = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
-    try:
-        model = add_adapters(job, model, config) if lora is not None else model
-        with adapters_stay_fp32(model):
-            trainer = kind(
-                job,
-                sequences,
-                stopping=stopping,
-                faults=faults,
-                resume_plan=resume_plan,
-                model=model,
-                args=arguments,
-                processing_class=tokenizer,
-                optimizer_cls_and_kwargs=build_arguments(job),
-            )
-    except ValueError as error:
-        if lora is None or "target" not in str(error).lower():
-            raise
-        raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
+        model = add_adapters(job, model, config)
+    with adapters_stay_fp32(model):
+        trainer = kind(
+            job,
+            sequences,
+            stopping=stopping,
+            faults=faults,
+            resume_plan=resume_plan,
+            model=model,
+            args=arguments,
+            processing_class=tokenizer,
+            optimizer_cls_and_kwargs=build_arguments(job),
+        )
     show_head(trainer.model)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value, job.hardware.gpu is not None)

@@ -7,7 +7,7 @@ it to all ranks at the same step. The cost is that the norm is read from the dev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from sft.run.directory import Run
 from sft.train.batches import Contents, Sequences
 
 _TOKENS_SHOWN = 64
-_LOSSES_SHOWN = 4
 
 
 def finite(loss: torch.Tensor) -> torch.Tensor:
@@ -37,7 +36,6 @@ class _Account(NamedTuple):
     rank: int
     losses: list[float]
     sequences: list[tuple[int, ...]]
-    faults_before: int
 
     def bad(self) -> list[int]:
         return [number for number, loss in enumerate(self.losses) if not math.isfinite(loss)]
@@ -52,6 +50,8 @@ class Faults:
         self.skips, self.limit = job.recipe.train.on_nonfinite == "skip", job.recipe.train.max_nonfinite_steps
         # The loss scaler skips steps whose gradients overflow, as it should.
         self.scaled = job.plan.precision.value == "fp16"
+        self._steps: set[int] = {fault["step"] for fault in run.record.get("nonfinite", [])}
+        """Of the run's faults, on every rank."""
         self._contents: list[Contents] = []
         self._losses: list[torch.Tensor] = []
 
@@ -74,18 +74,17 @@ class Faults:
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(value):
             return False
-        before = len({fault["step"] for fault in self.run.record.get("nonfinite", [])} - {step})
         mine = [one.sequences for one in self._contents]
-        accounts = distributed.gather(_Account(distributed.rank(), list(map(float, self._losses)), mine, before))
+        accounts = distributed.gather(_Account(distributed.rank(), list(map(float, self._losses)), mine))
         if self.scaled and not any(account.bad() for account in accounts):
             return False
-        before = accounts[0].faults_before
-        skips = self.skips and not applied and before < self.limit
+        self._steps.add(step)
+        skips = self.skips and not applied and len(self._steps) <= self.limit
         file = self.run.path / "nonfinite" / f"step-{step}.json"
         if distributed.is_rank_0():
             self._write(file, step, value, accounts, "skip" if skips else "stop")
         if not skips:
-            raise NonfiniteError(self._words(step, _what(value, accounts), applied, before, file))
+            raise NonfiniteError(self._words(step, _what(value, accounts), applied, file))
         if distributed.is_rank_0():
             print(f"step {step}: {_what(value, accounts)}. The step was skipped: {file}", flush=True)
         return True
@@ -126,28 +125,22 @@ class Faults:
             )
         return rows
 
-    def _words(self, step: int, what: str, applied: bool, before: int, file: Path) -> str:
+    def _words(self, step: int, what: str, applied: bool, file: Path) -> str:
         checkpoint = self.run.last_checkpoint()
         good = f"{checkpoint.name} is good" if checkpoint else "there is no checkpoint yet"
-        effect, reached, remedy = "The step was not applied", "", "set train.on_nonfinite=skip"
+        effect, remedy = "The step was not applied", "set train.on_nonfinite=skip"
         if applied:
             effect = "DeepSpeed applied the step nevertheless, as it does without ZeRO: set zero_optimization.stage to 1 or more"
-        if self.skips and before >= self.limit:
-            reached = f" {before} steps had such a fault before; train.max_nonfinite_steps={self.limit}."
-            remedy = "raise train.max_nonfinite_steps"
+        if len(self._steps) > self.limit and self.skips:
+            remedy = f"raise train.max_nonfinite_steps={self.limit}, which is reached"
         return (
-            f"step {step}: {what}. {effect}; {good}.{reached} Losses and samples: {file}. Look at these samples, lower "
-            f"train.learning_rate, or {remedy}."
+            f"step {step}: {what}. {effect}; {good}. Losses and samples: {file}. Look at these samples, lower train.learning_rate, or "
+            f"{remedy}."
         )
 
 
-def _what(norm: float, accounts: Sequence[_Account]) -> str:
-    bad = [
-        f"rank {account.rank}, micro-batch {number + 1}: {account.losses[number]}"
-        for account in accounts
-        for number in account.bad()
-    ]
-    if bad:
-        more = f" and {len(bad) - _LOSSES_SHOWN} more" if len(bad) > _LOSSES_SHOWN else ""
-        return f"the loss is not finite ({'; '.join(bad[:_LOSSES_SHOWN])}{more})"
+def _what(norm: float, accounts: list[_Account]) -> str:
+    for account in accounts:
+        for number in account.bad():
+            return f"the loss is not finite (rank {account.rank}, micro-batch {number + 1}: {account.losses[number]})"
     return f"the norm of the gradients is {norm}, while all losses are finite"

@@ -102,23 +102,15 @@ def probe(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> Pro
 
 def check_probe(found: Probe, attention: str, packed: bool) -> None:
     """Refuse to train where documents see each other, or differ from what they are alone: a PlanError names the setting to change."""
-    if not found.finite_alone and found.dtype == torch.float16:
-        raise PlanError(
-            "The model's hidden states overflow fp16 (infinite or NaN) before step 1. Set train.precision=fp32, or bf16 where the GPU has "
-            "it. Nothing was trained."
-        )
     if not found.finite_alone:
         raise PlanError(
-            "The initial weights give hidden states that are not finite (NaN or infinite). If the run resumes, it had diverged before the "
-            "checkpoint was written: remove the newest checkpoints, or start a new run with train.resume=never, and lower "
-            "train.learning_rate. Nothing was trained."
+            f"The initial weights give hidden states that are not finite (NaN or infinite) in {found.dtype}. In float16 they may overflow: "
+            "set train.precision=fp32, or bf16 where the GPU has it. If the run resumes, it had diverged before the checkpoint was "
+            "written: remove the newest checkpoints, or start a new run with train.resume=never, and lower train.learning_rate. "
+            "Nothing was trained."
         )
-    other = "eager" if attention == "sdpa" else "sdpa"
-    where, remedy = "padded batch", f"Set model.attn_implementation={other}"
-    if packed:
-        where, remedy = "pack", "Set data.packing=false"
-        if attention not in ("sdpa", "eager"):
-            remedy = "Set model.attn_implementation=sdpa, or data.packing=false"
+    remedy = f"Set model.attn_implementation={'eager' if attention == 'sdpa' else 'sdpa'}"
+    where, remedy = ("pack", f"{remedy}, or data.packing=false") if packed else ("padded batch", remedy)
     limit = (MOVED_BY_EXPERTS if found.experts else MOVED)[found.dtype]
     if not found.moved <= limit:
         raise PlanError(
@@ -182,12 +174,10 @@ def _one_pass(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) ->
 
 
 def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
-    """Tokens that occur in the documents, each different from the one in its place."""
+    """For each token of a document the next one of those that occur in any."""
     # And one more that every vocabulary has, in case all tokens are the same.
     known = np.union1d(np.concatenate(documents), [abs(int(documents[0][0]) - 1)])
-    drawn = np.random.default_rng(0).choice(known, len(documents[changed]))
-    following = known[(np.searchsorted(known, drawn) + 1) % len(known)]
-    return np.where(drawn == documents[changed], following, drawn)
+    return known[(np.searchsorted(known, documents[changed]) + 1) % len(known)]
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:

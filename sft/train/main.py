@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ from sft.train.runtime_check import RuntimeCheck
 from sft.train.stopping import Stopping, leave_where_stopped
 from sft.train.tracker_runs import FlushTrackers, open_trackers
 from sft.train.trainer import RecipeTrainer
-from sft.train.watchdog import Watchdog, name_debug_files
+from sft.train.watchdog import Watchdog
 
 MakeEvaluation = Callable[[RecipeTrainer], TrainerCallback]
 
@@ -55,7 +56,8 @@ def train(
     """
     recipe = job.recipe
     if job.hardware.gpu is not None:
-        name_debug_files(run, distributed.rank())
+        # torch's flight recorder appends the rank.
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(run.path / "logs" / "flight-recorder-"))
     sequences = training_sequences(job, prepared, tokenizer)
     arguments = training_arguments(job, run)
     with reporting_out_of_memory(job, "the model was loaded"):

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from sft.model.live import is_untrained, relative_change, sample_trained
 from sft.plan.hardware import Hardware
 from sft.run.directory import Run, read_lines
 from sft.run.training_warnings import first_loss, weights_moved
-from sft.train.best import Measures
 from sft.train.speed import peak_flops, speed
 from sft.train.trainer import RecipeTrainer
 
@@ -32,9 +32,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
     `measured`: further callbacks by the key of their figure, which must be called before this one.
     """
 
-    def __init__(
-        self, trainer: RecipeTrainer, run: Run, hardware: Hardware, measured: Mapping[str, Measures | None]
-    ) -> None:
+    def __init__(self, trainer: RecipeTrainer, run: Run, hardware: Hardware, measured: Mapping[str, Any]) -> None:
         self.trainer, self.run, self.peak = trainer, run, peak_flops(hardware)
         self.measured = {key: callback for key, callback in measured.items() if callback is not None}
         self.bar: tqdm[Any] | None = None
@@ -51,17 +49,12 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         figures = self._figures()
         if kept and kept[-1]["step"] == state.global_step:
             kept[-1] |= figures
-        # Of the steps between the last line and a checkpoint, only the process that trained them knew the fingerprint.
-        self.knows_batches = state.global_step == (kept[-1]["step"] if kept else 0)
-        if kept and not state.num_input_tokens_seen:  # a checkpoint of before its count was kept there
-            state.num_input_tokens_seen = kept[-1]["tokens_seen"]
         if state.global_step == 0:
             self.vocabulary, self.untrained = model.config.get_text_config().vocab_size, is_untrained(model)
             self.start = sample_trained(model)
         write_text(self.run.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
-            form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", leave=False)
 
     def _figures(self) -> dict[str, Any]:
         return {key: callback.figure for key, callback in self.measured.items() if callback.figure is not None}
@@ -82,14 +75,13 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "loss": _number(logs["loss"]),
             "grad_norm": _number(logs.get("grad_norm")),
             "learning_rate": logs.get("learning_rate"),
-            "batch": work.fingerprint if self.knows_batches else None,
+            "batch": work.fingerprint,
             "tokens_seen": state.num_input_tokens_seen,
-            **speed(work, self.trainer.clock.take(), self.peak),
+            **speed(work, *self.trainer.clock.take(), self.peak),
             **dict(zip(("peak_memory_gib", "peak_reserved_gib"), work.peaks, strict=True)),
             "seconds": time.monotonic() - self.started,
             **self.trainer.of_engine(),
         }
-        self.knows_batches = True
         if "skipped_steps" in logs:
             line["skipped_steps"] = logs["skipped_steps"]
         line |= self._figures()
@@ -112,7 +104,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         left = line["seconds"] / (state.global_step - self.first_step) * (state.max_steps - state.global_step)
         self._say(
             f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {loss}  {eval_loss}"
-            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{mfu}  ETA {_clock(left)}"
+            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{mfu}  ETA {timedelta(seconds=int(left))}"
         )
 
     def _warn(self, key: str, warning: str | None) -> None:
@@ -142,9 +134,3 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
 def _number(value: float | None) -> float | None:
     """None for what JSON cannot express."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

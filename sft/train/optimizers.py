@@ -156,29 +156,25 @@ _KINDS = {
 
 def compare_kind(optimizer: Any, job: Job) -> tuple[str, str, bool]:
     """The optimizer as planned, as found, and whether it is another."""
-    planned, bits = _KINDS[job.recipe.train.optim], getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    planned = "MasterAdamW" if steps_on_copies(job) else _KINDS[job.recipe.train.optim]
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     running = type(optimizer).__name__
     running += (f", {bits}-bit" if bits != 32 else "") + (", paged" if getattr(optimizer, "is_paged", False) else "")
-    # DeepSpeed has AdamWs of its own, and ours with copies is one.
-    is_same = "Adam" in running and "bit" not in running if planned == "AdamW" else running == planned
+    # DeepSpeed has AdamWs of its own.
+    known = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam")
+    is_same = running in known if planned == "AdamW" else running == planned
     return planned, running, not is_same
 
 
 def compare_arguments(optimizer: Any, job: Job) -> tuple[str, str]:
     """The optimizer's arguments as planned, and as its groups hold them."""
     planned = settings(job) | {"weight_decay": job.recipe.train.weight_decay}
-    found: dict[str, Any] = {}
-    for name in planned:
-        values = {
-            tuple(group[name]) if isinstance(group[name], list) else group[name]
-            for group in optimizer.param_groups
-            # Muon has an epsilon of its own.
-            if name in group and not (name == "eps" and group.get("use_muon"))
-        }
-        if name == "weight_decay":
-            values = {max(values)}  # none on biases and norms
-        found[name] = values.pop() if len(values) == 1 else sorted(values, key=str)
-    if job.recipe.train.optim == "muon":  # adapters are all matrices, and leave nothing to AdamW
-        absent = [name for name, value in found.items() if value == []]
-        planned, found = ({name: side[name] for name in side if name not in absent} for side in (planned, found))
+    # None on biases and norms.
+    found = planned | {"weight_decay": max(group["weight_decay"] for group in optimizer.param_groups)}
+    for group in optimizer.param_groups:
+        # Muon has an epsilon of its own.
+        for name in planned.keys() & group.keys() - {"weight_decay", *(["eps"] if group.get("use_muon") else [])}:
+            value = tuple(group[name]) if isinstance(group[name], list) else group[name]
+            if value != planned[name]:
+                found[name] = value
     return str(planned), str(found)

@@ -61,17 +61,12 @@ def _message(job: Job, error: str, doing: str, trainer: Any) -> str:
 
 
 def _peak(trainer: Any) -> str:
-    peak, reserved_peak = peak_memory_gib()
-    held = {name: _gib(tensors) for name, tensors in (_held(trainer) if trainer is not None else {}).items()}
-    rest = ", ".join(["activations", "buffers", *(name for name, size in held.items() if not size)])
-    parts = [f"{name} {size:.1f}" for name, size in held.items() if size]
-    parts += [f"{rest} {max(0.0, peak - sum(held.values())):.1f}"] if parts else []
-    shown = f" ({' + '.join(parts)})" if parts else ""
-    reserved = ""
-    if torch.cuda.is_available():
-        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-        reserved = f"; {reserved_peak:.1f} reserved, {free:.1f} of {total:.1f} GiB are free"
-    return f"{peak:.1f} GiB{shown}{reserved}"
+    peak, _ = peak_memory_gib()
+    if trainer is None:
+        return f"{peak:.1f} GiB"
+    held = {name: _gib(tensors) for name, tensors in _held(trainer).items()}
+    parts = "".join(f"{name} {size:.1f} + " for name, size in held.items() if size)
+    return f"{peak:.1f} GiB ({parts}activations, buffers and the rest {max(0.0, peak - sum(held.values())):.1f})"
 
 
 def _held(trainer: Any) -> dict[str, list[Any]]:

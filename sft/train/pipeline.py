@@ -97,7 +97,6 @@ class PipelineTrainer(RecipeTrainer):
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         model.train()
-        self.tally.begin(self.args.device)
         loss_of = partial(self.compute_loss, num_items_in_batch=num_items_in_batch)
         with no_masks_of_packs() if self.takes_boundaries else nullcontext():
             loss = self.pipeline.step(batches, loss_of, self.compute_loss_context_manager)

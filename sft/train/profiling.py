@@ -1,9 +1,9 @@
-"""Traces a few steady steps (train.profile), and on a GPU records the memory of one, to <run>/profile/.
+"""Traces a few steady steps (train.profile), and on a GPU records the memory of the first ones, to <run>/profile/.
 
-| file                    | content                                                    | read by                            |
-|-------------------------|------------------------------------------------------------|------------------------------------|
-| rank<N>.json.gz         | compute, communication, data loading                       | ui.perfetto.dev, chrome://tracing  |
-| memory_rank<N>.pickle   | one step's allocations, with the code that made them (GPU) | pytorch.org/memory_viz             |
+| file                    | content                                                      | read by                            |
+|-------------------------|--------------------------------------------------------------|------------------------------------|
+| rank<N>.json.gz         | compute, communication, data loading                         | ui.perfetto.dev, chrome://tracing  |
+| memory_rank<N>.pickle   | allocations of SKIPPED steps, and the code behind them (GPU) | pytorch.org/memory_viz             |
 
 Every rank writes its own. In a collective all ranks wait for the last one, and only the trace of that one shows why; tracing a single
 rank would slow it down, and so make it the last.
@@ -29,8 +29,7 @@ class Profile(TrainerCallback):  # type: ignore[misc]
     def __init__(self, folder: Path, on_gpu: bool) -> None:
         self.folder, self.rank, self.on_gpu = folder, distributed.rank(), on_gpu
         self._profiler: Any = None
-        self._records_memory = False
-        self._first_step = 0
+        self._steps = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the profiler where enough steps are left."""
@@ -38,8 +37,9 @@ class Profile(TrainerCallback):  # type: ignore[misc]
         if left < needed:
             self._say(f"train.profile: {left} steps are left and {needed} are needed, so there is no profile.")
             return
-        self._first_step = state.global_step
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
         kinds = torch.profiler.ProfilerActivity
         self._profiler = torch.profiler.profile(
             activities=[kinds.CPU, *([kinds.CUDA] if self.on_gpu else [])],
@@ -51,39 +51,27 @@ class Profile(TrainerCallback):  # type: ignore[misc]
         self._profiler.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trace, then record the memory of one more step: noting the code behind every allocation would slow the traced ones."""
-        if self._records_memory:
-            self._write_memory()
+        """Move the profiler on, and write the memory before it starts: noting the code behind each allocation would slow its steps."""
         if self._profiler is None:
             return
+        self._steps += 1
+        if self.on_gpu and self._steps == SKIPPED:
+            memory: Any = torch.cuda.memory
+            memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
+            memory._record_memory_history(enabled=None)
         self._profiler.step()
-        if state.global_step - self._first_step == SKIPPED + WARMUP + RECORDED:
-            self._profiler.stop()
-            self._profiler = None
-            if self.on_gpu:
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
-                self._records_memory = True
+        if self._steps == SKIPPED + WARMUP + RECORDED:
+            self.on_train_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop where training ends early."""
+        """Stop, also where training ends early."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
 
     def _write_trace(self, profiler: Any) -> None:
         profiler.export_chrome_trace(str(self.folder / f"rank{self.rank}.json.gz"))
-        first = self._first_step + SKIPPED + WARMUP + 1
-        self._say(
-            f"Profile of steps {first} to {first + RECORDED - 1}, one file per rank: {self.folder} (open it in ui.perfetto.dev)"
-        )
-
-    def _write_memory(self) -> None:
-        file = self.folder / f"memory_rank{self.rank}.pickle"
-        memory: Any = torch.cuda.memory
-        memory._dump_snapshot(str(file))
-        memory._record_memory_history(enabled=None)
-        self._records_memory = False
-        self._say(f"Memory of the step after it: {file} (open it in pytorch.org/memory_viz)")
+        self._say(f"Profile, one file per rank: {self.folder} (open it in ui.perfetto.dev)")
 
     def _say(self, text: str) -> None:
         if self.rank == 0:

@@ -66,8 +66,5 @@ def smoothed(model: Any, inputs: dict[str, Any], factor: float) -> SimpleNamespa
     is_target = labels != IGNORED
     log_probs = functional.log_softmax(logits[..., :-1, :][is_target].float(), dim=-1)
     of_target = log_probs.gather(-1, labels[is_target][:, None]).squeeze(-1)
-    with torch.no_grad():
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        is_top1 = log_probs.argmax(-1) == labels[is_target]
     mixed = (1 - factor) * of_target + factor * log_probs.mean(-1)
-    return SimpleNamespace(log_probs=mixed, label_mask=is_target, entropy=entropy, is_top1=is_top1)
+    return SimpleNamespace(log_probs=mixed, label_mask=is_target)

@@ -14,7 +14,6 @@ from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
 
 from sft.errors import PlanError
-from sft.model.adapters import differing_adapters
 from sft.model.attention import SWITCHED, running_switch
 from sft.model.compiled_layers import are_compiled
 from sft.model.frozen import frozen_names
@@ -188,8 +187,7 @@ def _of_model(trainer: Any, job: Job, engine: Any, probe: Probe | None) -> Itera
     yield _kernels(model, plan.kernels.value)
     yield Reading.equal("precision", plan.precision.value, _precision(trainer, engine))
     yield from _weights(trainer, job)
-    planned_kind, kind = describe_planned(job), describe_running(model)
-    yield Reading("quantization", planned_kind, kind, kind.partition(" (")[0] != planned_kind)
+    yield Reading.equal("quantization", describe_planned(job), describe_running(model))
     if (rope := job.recipe.model.rope_scaling) is not None:
         yield Reading.equal("rope_scaling", planned_rope(rope), running_rope(unwrapped(trainer)))
     yield Reading.equal("compile", plan.compile.value, are_compiled(model))
@@ -248,12 +246,9 @@ def _weights(trainer: Any, job: Job) -> Iterator[Reading]:
         planned = f"all parameters but {len(frozen)} that model.freeze names" if patterns else "all parameters"
         yield Reading("trained", planned, share, set(named) - set(frozen) != set(trained))
     else:
-        differs = [words for words in differing_adapters(trainer.model, lora) if words]
         adapters = sum(".lora_A." in name for name in trained)
-        found = ", ".join([share, f"{adapters} adapters", *differs[:1]])
-        yield Reading(
-            "trained", f"adapters of {lora.words}", found, not 0 < count < total or not adapters or bool(differs)
-        )
+        planned, found = f"adapters of {lora.words}", f"{share}, {adapters} adapters"
+        yield Reading("trained", planned, found, not 0 < count < total or not adapters)
     # What the model's code keeps in fp32, such as the router of some experts, is no mismatch.
     kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
     dtypes = _dtypes(
@@ -277,8 +272,8 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     dtypes = _dtypes(updated or [parameter for group in optimizer.param_groups for parameter in group["params"]])
     kind, running, is_other = compare_kind(optimizer, job)
     fused = ", fused" if optimizer.defaults.get("fused") else ""
-    # ZeRO-1's optimizer in bf16 has its own name for it; FSDP2's is among the sharding, MasterAdamW's in check_optimizer.
-    zero: Any = engine.optimizer if engine is not None else None
+    # ZeRO-1's optimizer in bf16 and MasterAdamW have another name for it; FSDP2's is among the sharding.
+    zero: Any = engine.optimizer if engine is not None else optimizer
     added = getattr(zero, "gradient_accumulation_dtype", None) or getattr(zero, "grad_acc_dtype", None)
     if added is not None:
         yield Reading.equal("gradients", plan.gradients.value, SHORT[added])

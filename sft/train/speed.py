@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,17 +29,6 @@ def peak_memory_gib() -> tuple[float, float]:
         return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     return kibibytes / 2**20, kibibytes / 2**20
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """The steps since the last line."""
-
-    seconds: list[float]
-    """Of each step."""
-
-    data_seconds: float
-    """Of all of them, inside the data loader's `next`."""
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
@@ -77,17 +65,17 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
         """A step is done."""
         self._steps.append((self._began, self._mark()))
 
-    def take(self) -> StepTimes:
-        """The steps since the last call."""
+    def take(self) -> tuple[list[float], float]:
+        """Seconds of each step since the last call, and of all of them those inside the data loader's `next`."""
         if self.on_gpu and self._steps:
             self._steps[-1][1].synchronize()
-        seconds = [
+        steps = [
             begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin  # an event counts in milliseconds
             for begin, end in self._steps
         ]
-        times = StepTimes(seconds, self._data_seconds)
+        waited = self._data_seconds
         self._steps, self._data_seconds = [], 0.0
-        return times
+        return steps, waited
 
     def _mark(self) -> Any:
         if not self.on_gpu:
@@ -97,15 +85,22 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
         return event
 
 
-def speed(work: Work, times: StepTimes, peak: float | None) -> dict[str, float | None]:
-    """The figures of a line of metrics.jsonl; `peak`: FLOP/s of all GPUs, None where unknown."""
-    seconds = sum(times.seconds)
-    p50, p90 = np.percentile(times.seconds, [50, 90]).tolist()
+def speed(work: Work, steps: list[float], data_seconds: float, peak: float | None) -> dict[str, float | None]:
+    """The figures of a line of metrics.jsonl.
+
+    Args:
+        work: What the steps of the line held.
+        steps: Seconds of each.
+        data_seconds: Of all of them, those spent waiting for data.
+        peak: FLOP/s of all GPUs, None where unknown.
+    """
+    seconds = sum(steps)
+    p50, p90 = np.percentile(steps, [50, 90]).tolist()
     return {
         "tokens_per_second": work.tokens / seconds,
         "labelled_tokens_per_second": work.target_tokens / seconds,
         "mfu": work.flops / seconds / peak if work.flops is not None and peak is not None else None,
         "step_seconds_p50": p50,
         "step_seconds_p90": p90,
-        "data_seconds": times.data_seconds,
+        "data_seconds": data_seconds,
     }

@@ -10,17 +10,14 @@
 A file older than the start of the job was meant for an earlier one and is removed. Where the step to stop at cannot be saved, the job
 ends by a RunError: starting it again is useless before there is room on the disk.
 
-The ranks agree through one reduction per step over a gloo group of its own, which begins with the last micro-batch and is read at the
-end of the step. Nothing waits for it, and a rank that is gone is noticed as in any other collective.
+The ranks agree through one reduction over gloo at the end of each step.
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections import deque
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -28,7 +25,6 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft import signals
-from sft.checkpoint.write import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
@@ -89,16 +85,10 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         self.run = run
         self.agreed = StopRequest.NOTHING
         """Why the training stops, once all ranks have agreed that it does."""
-        self.shortage: Shortage | None = None
+        self.shortage: str | None = None
         """Why the last save was not written."""
         self.limit: TimeLimit | None = None
         self._max_time = parse_duration(recipe.train.max_time) if recipe.train.max_time else None
-        self._group: Any = None
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            timeout = timedelta(seconds=recipe.train.ddp_timeout)
-            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        self._request: torch.Tensor | None = None
-        self._reduction: Any = None
         self._trains = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -119,22 +109,12 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if self.limit is not None:
             self.limit.begin(time.time())
 
-    def reduce(self) -> None:
-        """Start the reduction over all ranks; every rank must."""
-        self._request = torch.tensor(int(self._own_request()))
-        if self._group is not None:
-            largest = torch.distributed.ReduceOp.MAX
-            self._reduction = torch.distributed.all_reduce(self._request, largest, self._group, async_op=True)
-
     def _agree(self) -> StopRequest:
-        """What all ranks were asked. A RuntimeError of gloo's says that one is gone."""
-        if self._request is None:
-            self.reduce()
-        if self._reduction is not None:
-            self._reduction.wait()
-        assert self._request is not None
-        request = StopRequest(int(self._request))
-        self._request = self._reduction = None
+        """What any rank was asked; every rank must take part. A RuntimeError of gloo's says that one is gone."""
+        greatest = torch.tensor(int(self._own_request()))
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX, distributed.quiet_group())
+        request = StopRequest(int(greatest))
         if request > StopRequest.SAVE:
             self.agreed = request
         return request
@@ -167,16 +147,12 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if request > StopRequest.SAVE:
             control.should_training_stop = True
 
-    def saved(self, shortage: Shortage | None, seconds: float, control: Any) -> None:
+    def saved(self, shortage: str | None, seconds: float, control: Any) -> None:
         """A checkpoint is complete after so many seconds, or there was no room. A request that came meanwhile waits for no other step."""
         self.shortage = shortage
-        requested = distributed.is_rank_0() and (self.run.path / SAVE).exists()
-        if requested:
+        if distributed.is_rank_0():
             (self.run.path / SAVE).unlink(missing_ok=True)
-        if shortage is not None:
-            # Otherwise each step would try again. A stop request takes effect after the next step, which is saved if it can be.
-            if requested and not self.agreed:
-                print("Removed the file `save`: create it again once there is room.", file=sys.stderr, flush=True)
+        if shortage is not None:  # a stop request takes effect after the next step, which is saved if it can be
             return
         if self.limit is not None:
             self.limit.save_seconds = seconds
@@ -201,12 +177,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         interrupted = Interrupted(name, status, f" after step {step}", agreed=True)
         if self.shortage is None:
             return interrupted
-        lost, kept = step - self.shortage.kept, self.shortage.kept
-        steps = "1 step is" if lost == 1 else f"{lost} steps are"
-        stays = f"checkpoint-{kept} stays" if kept else "There is no checkpoint"
-        return RunError(
-            f"{interrupted}. {self.shortage.words}. {stays}: {steps} lost. Free some space. {self.run.next_start}."
-        )
+        return RunError(f"{interrupted}. {self.shortage}. Free some space. {self.run.next_start}.")
 
 
 def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:

@@ -16,7 +16,7 @@ from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.errors import ModelError
 from sft.hub.flops import model_flops
 from sft.model.attention import NAME as VARLEN
-from sft.parallel.optimizer import MasterAdamW, check_optimizer
+from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.patches import cpu_ranks_may_shard, no_masks_of_packs
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.plan.job import Job
@@ -40,14 +40,14 @@ def is_plain(trainer: SFTTrainer) -> bool:
     )
 
 
-def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], tokens_in_step: Any) -> tuple[Any, Any]:
+def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], tokens_in_step: Any) -> Any:
     """Negative log-likelihood of the micro-batch's target tokens, with smoothed labels where asked for, over those of the whole step.
 
     TRL's own loss gathers four figures from all ranks at each micro-batch and reads them at once, so that no rank can launch its backward
-    pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged.
+    pass while its GPU still computes the forward pass.
 
     `tokens_in_step` are those of all micro-batches of all ranks; None: of these inputs. Returns the loss, scaled so that the engine's
-    average of the ranks' gradients is that of the step, and the fused head's output.
+    average of the ranks' gradients is that of the step.
     """
     # With a cache, transformers would not keep the documents of a pack apart.
     with no_masks_of_packs() if trainer.takes_boundaries else nullcontext():
@@ -59,32 +59,7 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     loss = -outputs.log_probs.sum() / tokens.clamp(min=1)
     if tokens_in_step is not None and trainer.args.average_tokens_across_devices:
         loss = loss * trainer.gradients_divided_by
-    return loss, outputs
-
-
-class Tally:
-    """Target tokens, entropy and correct first guesses since the last line, on the device."""
-
-    def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None
-
-    def begin(self, device: torch.device) -> None:
-        """Take part in the next `take`, whether or not this rank counts anything."""
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device) if self._sums is None else self._sums
-
-    def add(self, outputs: Any) -> None:
-        """Count a micro-batch."""
-        parts = [outputs.label_mask, outputs.entropy.detach(), outputs.is_top1]
-        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def take(self, accelerator: Any) -> dict[str, list[float]]:
-        """The means over all ranks since the last call, under TRL's names; nothing where nothing was counted."""
-        if self._sums is None:
-            return {}
-        labels, entropy, correct = accelerator.reduce(self._sums, reduction="sum").tolist()
-        self._sums = None
-        return {"entropy": [entropy / max(labels, 1)], "mean_token_accuracy": [correct / max(labels, 1)]}
+    return loss
 
 
 class RecipeTrainer(CheckpointingTrainer):
@@ -107,7 +82,7 @@ class RecipeTrainer(CheckpointingTrainer):
     ) -> None:
         self.stopping, self.faults = stopping, faults
         self.order, self.clock = sequences.order(job.recipe.train.seed), StepClock(job.hardware.gpu is not None)
-        self.progress, self.tally, self._skipped = Progress(), Tally(), 0
+        self.progress, self._skipped = Progress(), 0
         attention = job.plan.attention.value
         self.takes_boundaries = job.recipe.data.packing and attention.startswith((VARLEN, "flash_attention"))
         """Whether the attention function is given where documents end, and needs no mask."""
@@ -229,11 +204,8 @@ class RecipeTrainer(CheckpointingTrainer):
         """Forward and backward pass of a micro-batch; its loss, for the mean over ranks that is logged."""
         self._passes += 1
         self.progress.at(f"forward, micro-batch {self._passes}")
-        last = self._passes == self._batches
-        if last and self.stopping is not None:
-            self.stopping.reduce()
         loss = self.forward_backward(*args, **kwargs)
-        if last:
+        if self._passes == self._batches:
             self.progress.at(OPTIMIZER)
         if self.sequence_parallel_size == 1:
             return loss
@@ -257,9 +229,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if return_outputs or not is_plain(self):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
-            result, outputs = plain_loss(self, model, inputs, num_items_in_batch)
-            if training:
-                self.tally.add(outputs)
+            result = plain_loss(self, model, inputs, num_items_in_batch)
         self.progress.at(f"backward, micro-batch {self._passes}" if training else EVAL_LOSS)
         if return_outputs or self.faults is None or not training:
             return result
@@ -272,8 +242,6 @@ class RecipeTrainer(CheckpointingTrainer):
         if job.recipe.train.optim == "muon":
             self.optimizer: Any = build_muon(job, whole, self.get_decay_parameter_names(whole))
         built: torch.optim.Optimizer = super().create_optimizer(model)
-        if job.recipe.train.optim == "adamw":
-            check_optimizer(built, self.optimizer_cls_and_kwargs is not None, job.plan.gradients.value)
         return built
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -315,9 +283,8 @@ class RecipeTrainer(CheckpointingTrainer):
         self._skipped += 1
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the entropy and accuracy of the target tokens, and without skipped steps in the mean loss."""
-        self._metrics["train"].update(self.tally.take(self.accelerator))
-        work = self.work.gather(self.accelerator, *peak_memory_gib())
+        """Without skipped steps in the mean loss."""
+        work = self.work.gather(*peak_memory_gib())
         self.state.num_input_tokens_seen += work.tokens if work is not None else 0
         if "loss" in logs and self._skipped:
             trained = self._steps_in_line - self._skipped

@@ -2,7 +2,7 @@
 
 A thread on each rank compares every few seconds how far the main thread is. Where that has not moved for half of train.ddp_timeout, it
 writes the stacks of all threads to <run>/logs/rank-N.stacks.txt. Ranks that wait for another one give up after train.ddp_timeout; a rank
-that waits for nobody is ended here, by `Watchdog.limit`. So is a rank that stands still while another one has failed, also on another
+that waits for nobody is ended here. So is a rank that stands still while another one has failed, also on another
 node: NCCL would let it wait.
 """
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,9 +22,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import terminal
 from sft.errors import EXIT_CRASHED
-from sft.parallel.environment import nccl_log
 from sft.run.directory import Run
-from sft.signals import on_signal
 
 START, DATA, OPTIMIZER, BETWEEN = "start", "data", "optimizer", "end of the step"
 CHECKPOINT, EVAL_LOSS, EVALUATION = "checkpoint", "eval loss", "evaluation"
@@ -36,9 +32,6 @@ FIRST_STEPS, FIRST_TIMES = 3, 10
 
 FAILED_ELSEWHERE = 15.0
 """Seconds in one place after which a rank is ended, where another has failed; gloo and the launcher are faster where they notice it."""
-
-TIMES_LONGEST = 3
-"""Later a phase may take so many times the longest one so far, where that is more than train.ddp_timeout."""
 
 
 class Progress:
@@ -80,25 +73,20 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         self.folder = run.path / "logs"
         self.every = min(5.0, timeout / 20)
         """Seconds between two looks."""
-        self._seen, self._since, self._looked = (START, -1), time.monotonic(), time.monotonic()
-        self._longest, self._dumped = 0.0, False
+        self._seen, self._stood, self._dumped = (START, -1), 0.0, False
         self._stacks: Any = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start to watch."""
-        self.open(time.monotonic())
-        faulthandler.enable(self._stacks)
-        # SIGUSR1 is Slurm's. Not faulthandler.register: it dumps without Python's lock, and crashed on a running thread.
-        on_signal(signal.SIGUSR2, self._dump)
+        self.open()
         self._thread.start()
 
-    def open(self, now: float) -> None:
-        """Open the file for stacks, and start to count at this time of a monotonic clock."""
+    def open(self) -> None:
+        """Open the file for stacks."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._stacks = self._file(self.rank).open("a")
-        self._since = self._looked = now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is done."""
@@ -109,8 +97,6 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        on_signal(signal.SIGUSR2, None)
-        faulthandler.enable(sys.__stderr__ or 2)
         self.close()
 
     def close(self) -> None:
@@ -126,49 +112,41 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
             # Where the main thread keeps Python's lock, this thread stands too. This timer needs no lock.
             faulthandler.dump_traceback_later(self.timeout / 2, file=self._stacks)
             with suppress(OSError):  # a full disk must not end the watch
-                if text := self.look(time.monotonic()):
+                if text := self.look():
                     self._end(text)
 
-    def look(self, now: float) -> str | None:
+    def look(self) -> str | None:
         """Compare this rank's place with the one seen last; why the rank must be ended, where it must."""
-        pause, self._looked = now - self._looked, now
-        if pause > 5 * self.every + 1:  # this process itself was stopped, or starved: that time is not the place's
-            self._since += pause
-        place, stood = (self.progress.phase, self.progress.moves), now - self._since
+        place = self.progress.phase, self.progress.moves
         if place != self._seen:
-            if self._seen[0] not in (START, CHECKPOINT):
-                self._longest = max(self._longest, stood)
-            self._seen, self._since, self._dumped = place, now, False
+            self._seen, self._stood, self._dumped = place, 0.0, False
             return None
-        if stood > FAILED_ELSEWHERE and (failure := terminal.shown_failure(self.run.path)):
+        self._stood += (
+            self.every
+        )  # by looks and not by a clock: while the process itself was stopped, nobody has looked
+        if self._stood > FAILED_ELSEWHERE and (failure := terminal.shown_failure(self.run.path)):
             return failure
-        ends = stood > self.limit(place[0])
-        where = f"step {self.progress.step}, {place[0]}"
-        if ends or (stood > self.timeout / 2 and not self._dumped):
+        ends = self._stood > self._limit()
+        where = f"step {self.progress.step}, {self.progress.phase}"
+        if ends or (self._stood > self.timeout / 2 and not self._dumped):
             self._dumped = True
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._stacks.write(f"\n=== {stamp} rank {self.rank}: {where}, {stood:.0f} s\n")
+            self._stacks.write(f"\n=== {stamp} rank {self.rank}: {where}, {self._stood:.0f} s\n")
             self._stacks.flush()
-            self._dump()
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
         if not ends:
             return None
         return (
-            f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}) has not moved for {stood:.0f} s, so it is ended: {where}. "
+            f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}) has not moved for {self._stood:.0f} s, so it is ended: {where}. "
             f"Stacks: {self._file(self.rank)}"
         )
 
-    def limit(self, phase: str) -> float:
+    def _limit(self) -> float:
         """Seconds in one place after which this rank is ended. With several ranks, those that wait for it give up first."""
-        if phase == CHECKPOINT:
+        if self.progress.phase == CHECKPOINT:
             return float("inf")
-        limit = max(self.timeout, TIMES_LONGEST * self._longest)
-        if self.progress.steps < FIRST_STEPS:
-            limit = max(limit, FIRST_TIMES * self.timeout)
+        limit = self.timeout * (FIRST_TIMES if self.progress.steps < FIRST_STEPS else 1)
         return limit if self.ranks == 1 else 1.1 * limit + 10
-
-    def _dump(self) -> None:
-        with suppress(OSError, ValueError):  # a full disk, or a file that was closed meanwhile
-            faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _end(self, message: str) -> None:
         """End the process from this thread: the main one hangs."""
@@ -194,17 +172,3 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         with suppress(OSError):
             return self._file(rank).stat().st_size > 0
         return False
-
-
-def name_debug_files(run: Run, rank: int) -> None:
-    """Set where torch's flight recorder writes, and put NCCL's log into the run's folder: it may have begun with the process group."""
-    folder = run.path / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    # torch appends the rank, and reads it when it writes.
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "flight-recorder-"))
-    begun = nccl_log(run.path.parent, rank)
-    if os.environ.get("NCCL_DEBUG_FILE") == str(begun):
-        log = folder / f"rank-{rank}.nccl.log"
-        os.environ["NCCL_DEBUG_FILE"] = str(log)
-        with suppress(FileNotFoundError):  # NCCL has not begun; what it has open follows the file
-            begun.rename(log)

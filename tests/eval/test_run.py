@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from eval.harness.evaluate import name_of
 from eval.models.target import check_folder
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
@@ -56,13 +55,6 @@ def test_the_tuned_model_is_measured_in_the_batches_that_were_found_for_the_base
         read_json(path / "results.json")["batch_sizes_found"] for path in (run.base_evaluation, run.tuned_evaluation)
     ]
     assert found == [{"demo_extraction": [3]}] * 2
-
-
-def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(run.path)])
-    capsys.readouterr()
-    main([str(run.path)])
-    assert "base: measured before under the same settings" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -135,34 +127,14 @@ def test_one_model_is_measured_into_the_working_directory(
     assert str(results.parent) in shown
 
 
-def test_the_models_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / "tiny" / name / "checkpoints" / "checkpoint-5").mkdir(parents=True)
-        (tmp_path / "tiny" / name / "run.json").write_text("{}")
-    (tmp_path / "tiny" / "latest").symlink_to("b")
-    assert name_of(tmp_path / "tiny" / "a" / "final") == "tiny-a-final"
-    assert name_of(tmp_path / "tiny" / "latest" / "checkpoints" / "checkpoint-5") == "tiny-b-checkpoint-5"
-    assert name_of(tmp_path / "models" / "mine") == "mine"
-
-
-def test_processes_on_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(EvaluationError, match="started as 4 processes, 2 of them on this node"):
-        main(["/no/such/model", "tasks=gsm8k"])
-
-
-@pytest.mark.parametrize(("rank", "number"), [(0, 1), (0, 2), (1, 2)])
-def test_under_a_launcher_rank_0_goes_on_alone(rank: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", number), ("LOCAL_WORLD_SIZE", number)):
+@pytest.mark.parametrize(("number", "message"), [(1, "There is no folder /no/such/model"), (2, "Start it once")])
+def test_several_processes_of_a_launcher_are_refused(
+    number: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", number), ("LOCAL_WORLD_SIZE", number)):
         monkeypatch.setenv(name, str(value))
-    with pytest.raises((EvaluationError, SystemExit)) as ended:
+    with pytest.raises(EvaluationError, match=message):
         main(["/no/such/model", "tasks=gsm8k"])
-    if rank:
-        assert isinstance(ended.value, SystemExit) and not ended.value.code
-    else:
-        assert "There is no folder /no/such/model" in str(ended.value)
-    assert "WORLD_SIZE" not in os.environ
 
 
 def test_settings_of_the_command_line_change_the_recipes(run: Run) -> None:
@@ -204,22 +176,6 @@ def test_a_run_without_its_final_model_is_told_its_status(run: Run) -> None:
         main([str(run.path)])
 
 
-def test_a_base_model_that_is_gone_is_told_before_the_tuned_is_measured(run: Run) -> None:
-    run.update(base_model={"name_or_path": "gone", "revision": None, "path": "/no/such/base"})
-    with pytest.raises(EvaluationError, match=r"The base model of .* /no/such/base cannot be loaded"):
-        main([str(run.path)])
-    assert not run.tuned_evaluation.exists()
-
-
-def test_a_mistake_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "eval.run", str(tmp_path), "tasks=gsm8k"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "is not the folder of a run" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_another_evaluation_does_not_replace_the_recipes_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path)])
@@ -255,8 +211,7 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ("outputs/tiny/latst", r"There is no folder outputs/tiny/latst; did you mean `latest`\?"),
-        ("tiny/latst", r"There is no folder tiny/latst; did you mean `latest`\?"),
+        ("outputs/latst", r"There is no folder outputs/latst\."),
         ("a/b/c", r"There is no folder a/b/c\."),
         ("recipes/tiny.yaml", r"a recipe is trained by .* Name its run"),
     ],
@@ -264,9 +219,6 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
 def test_a_mistyped_run_is_told_of_as_a_folder(
     named: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "outputs" / "tiny" / "latest").mkdir(parents=True)
-    (tmp_path / "tiny" / "20260101-000000").mkdir(parents=True)
-    (tmp_path / "tiny" / "latest").symlink_to("20260101-000000")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(EvaluationError, match=told):
         main([named, "tasks=gsm8k"])

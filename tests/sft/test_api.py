@@ -10,7 +10,6 @@ import pytest
 
 import sft
 from sft import api
-from sft.errors import RunError
 from sft.run.directory import Run
 
 
@@ -66,11 +65,6 @@ def test_a_script_reaches_its_last_line(recipe_file: Path, outputs: Path, tmp_pa
     ]  # fmt: skip
     assert "PREPARED 1" in done.stdout
     assert "did you mean `learning_rate`" in done.stdout
-
-
-def test_runs_are_compared_by_section(tmp_path: Path) -> None:
-    with pytest.raises(RunError):
-        sft.compare(tmp_path / "no", tmp_path / "run")
 
 
 @pytest.mark.slow

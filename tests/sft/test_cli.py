@@ -20,7 +20,6 @@ def sft(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "recipe", "overrides"),
     [
-        (["a.yaml"], "a.yaml", []),
         (["a.yaml", "x=1", "y=2"], "a.yaml", ["x=1", "y=2"]),
         (["x=1", "a.yaml"], "a.yaml", ["x=1"]),
     ],
@@ -40,9 +39,7 @@ def test_options_stand_anywhere() -> None:
     assert (given["words"], given["rows"], given["max_restarts"], given["plans"]) == (("a.yaml", "x=1"), 3, 2, False)
 
 
-@pytest.mark.parametrize(
-    "words", [["train", "a.yaml", "--pln"], ["show", "a.yaml", "-n", "x"], ["diff", "a"], ["trian"]]
-)
+@pytest.mark.parametrize("words", [["train", "a.yaml", "--pln"], ["diff", "a"], ["trian"]])
 def test_a_wrong_command_line_is_one_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.run(words)

@@ -24,36 +24,19 @@ SECRET = {name: value for name, value in PLANTED.items() if "URL" not in name} |
     "URL": "planted-password",
     "token in an URL": "planted0planted1planted",
 }
-PLACES = {
-    "an override": ("", "train.trainer_args.hub_token={}"),
-    "a value of the recipe": ("tracking: {{project: '{}'}}\n", None),
-    "a comment of the recipe": ("# {}\n", None),
-    "no override at all": ("", "{}"),
-}
-
-
-def refusal(kind: str, place: str) -> str:
-    line, override = PLACES[place]
-    overrides = [override.format(PLANTED[kind])] if override else []
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(DEMO_RECIPE + line.format(PLANTED[kind]), overrides, "mine.yaml")
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_a_secret_of_any_kind_in_a_recipe_is_refused_and_not_shown(kind: str) -> None:
-    message = refusal(kind, "a comment of the recipe")
+def test_a_secret_in_a_recipe_or_an_override_is_refused_and_not_shown(kind: str) -> None:
+    comment, override = f"# {PLANTED[kind]}\n", f"train.trainer_args.hub_token={PLANTED[kind]}"
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(DEMO_RECIPE + comment, [override], "mine.yaml")
+    message = str(caught.value)
+    assert message.startswith("mine.yaml holds what looks like a token or a key:\n  ")
     assert SECRET[kind] not in message
     assert f"line {DEMO_RECIPE.count(chr(10)) + 1}" in message
+    assert "override train.trainer_args.hub_token" in message
     assert "hf auth login" in message
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_secret_is_refused_wherever_it_stands(place: str) -> None:
-    message = refusal("Hugging Face", place)
-    assert message.startswith("mine.yaml holds what looks like a token or a key:\n  ")
-    assert ("override" in message.splitlines()[1]) == (PLACES[place][1] is not None)
-    assert SECRET["Hugging Face"] not in message
 
 
 def test_what_the_environment_keeps_secret_is_no_value_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +53,10 @@ def test_what_the_environment_keeps_secret_is_no_value_of_a_recipe(monkeypatch: 
     "harmless",
     [
         "Qwen/Qwen2.5-3B",
-        "3aab1f1954e9cc14eb9509a215f9e5ca08227a9b",
         "https://host.example:8080/rows.jsonl",
         "ssh://git@host.example/repository",
-        "hf_my_model_with_a_long_name_of_words",
         "task-specific-instructions-for-models",
         "risk-0123456789012345678901234567890",
-        "/data/AKIA/rows.jsonl",
         "user@host.example:/data",
     ],
 )

@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+from torch.distributed import DistStoreError
 
 from sft.errors import GateFailed, LostRank, RecipeError, WrongSave, is_lost
 from sft.program import exit_on_error
@@ -19,7 +19,6 @@ from sft.program import exit_on_error
         (RuntimeError("[Errno 28] No space left on device"), 2, "The disk is full"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 638 bytes"), 2, "ulimit -v"),
         (MemoryError(), 2, "ulimit -v"),
-        (RuntimeError("can't start new thread"), 2, "ulimit -u"),
     ],
 )  # fmt: skip
 def test_a_known_error_is_one_message_with_its_status(
@@ -58,14 +57,10 @@ def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> 
     [
         (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for send operation"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:443"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:532] Read error [10.0.0.1]:9: Connection reset by peer"), True),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
         (DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 clients joined."), True),
-        (DistBackendError("gone"), True),
-        (DistNetworkError("gone"), True),
         (LostRank("rank 0 lost the others"), True),
         (RuntimeError("DataLoader timed out after 5 seconds"), False),
-        (RuntimeError("CUDA out of memory"), False),
         (ValueError("gloo: timed out"), False),
     ],
 )  # fmt: skip

@@ -102,7 +102,7 @@ class Recorder:
 def test_an_interruption_is_recorded_and_says_what_the_next_start_does(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
     with pytest.raises(SystemExit), signals.listening(), exit_on_error():
-        signals.interrupts(recorder)
+        signals.interrupts(recorder.record, recorder.clean_up)
         send(signal.SIGTERM)
     assert recorder.recorded == ["Interrupted by SIGTERM"]
     assert capsys.readouterr().err == "\nInterrupted by SIGTERM. It resumes from checkpoint-4.\n"
@@ -113,7 +113,7 @@ def test_a_second_signal_ends_the_process_at_once_and_cleans_up(monkeypatch: pyt
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     monkeypatch.setattr(signals, "_SAME_SECONDS", 0.0)
     with signals.listening():
-        signals.interrupts(recorder)
+        signals.interrupts(recorder.record, recorder.clean_up)
         signals.hold()
         send(signal.SIGTERM)
         time.sleep(0.05)

@@ -93,7 +93,7 @@ ENGINES = {
     "4 FSDP2, hybrid": fsdp("sharding_strategy: hybrid_shard", 4, 2, "train.micro_batch_size=1"),
 }
 VERIFIED = ("1", "2 ZeRO-3", "2 FSDP2", "2 tensor parallel", "2 pipeline parallel")
-"""Engines whose saves are verified, which takes seconds: the end of each such run loads final/ in a process of its own."""
+"""Engines whose saves are verified, which takes seconds."""
 
 _VERIFIED_KINDS = (
     "packed, new tokens",

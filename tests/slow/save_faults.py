@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from sft.checkpoint import final, save_verification
+from sft.checkpoint import final
 from sft.checkpoint import write as checkpoint_writer
 from sft.launch import rank as train
 from sft.program import run_main
@@ -260,17 +260,6 @@ def no_chat_template() -> None:
         (folder / "chat_template.jinja").unlink()
 
     final._complete = complete_without
-
-
-def late_other_rotation() -> None:
-    """The same, of a final/ that is loaded while the evaluation starts."""
-    save_verification.LARGE = 0
-    other_rotation()
-
-
-def late() -> None:
-    """Nothing is wrong with a final/ that is loaded while the evaluation starts."""
-    save_verification.LARGE = 0
 
 
 if __name__ == "__main__":

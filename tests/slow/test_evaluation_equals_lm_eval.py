@@ -190,7 +190,8 @@ def scores(results: Path) -> Scores:
 def test_a_run_equals_lm_eval_by_hand(
     number: int, batch_size: int, run: Run, ranks: Ranks, by_hand: Callable[..., Scores]
 ) -> None:
-    printed = ranks.run(number, ["eval.run", run.path, *allowed(run), f"batch_size={batch_size}"])["stdout"]
+    words = ["eval.run", run.path, *allowed(run), f"batch_size={batch_size}", f"processes={number}"]
+    printed = ranks.run(1, words)["stdout"]
     assert "The base model has no chat template and was asked through the tuned model's" in printed
     (compared,) = run.path.glob("eval/**/comparison.json")
     for kind, model in (("base", STORIES), ("tuned", run.final)):

@@ -244,17 +244,17 @@ def test_an_upload_that_was_cut_goes_on_with_the_same_command(full: Run, hub: Fa
 @pytest.mark.parametrize(
     ("status", "where", "said"),
     [
-        (401, "GET /api/whoami-v2", "the token is not valid"),
-        (500, "GET /api/whoami-v2", "the hub has a problem"),
-        (403, "POST /api/repos/create", "the token may not write there"),
-        (403, "POST /api/models/me/mine/commit", "the token may not write there"),
-        (403, "PUT /lfs", "the token may not write there"),
+        (401, "GET /api/whoami-v2", "your token"),
+        (500, "GET /api/whoami-v2", "Try again later"),
+        (403, "POST /api/models/me/mine/commit", "your token"),
+        (403, "PUT /lfs", "your token"),
     ],
 )
 def test_what_the_hub_refuses_is_one_message(status: int, where: str, said: str, full: Run, hub: FakeHub) -> None:
     hub.refuse[where] = status
     printed = refused(full, *TO_HUB)
-    assert f"the hub answers {status}: {said}" in printed
+    assert f"the hub answers {status}: " in printed
+    assert said in printed
     assert TOKEN not in printed
 
 

@@ -16,7 +16,7 @@ from tests.slow.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 MISSING = {
-    "dataset_info.json": "no usable columns|not clear which columns",
+    "dataset_info.json": "no usable columns",
     "fms_twitter_complaints_small.arrow": "U\\+FFFD.*data.allow=\\[undecodable\\]",
     "fms_twitter_complaints_small.parquet": "U\\+FFFD.*data.allow=\\[undecodable\\]",
     "identity.json": "placeholder.*data.allow=\\[placeholder\\]",

@@ -198,13 +198,6 @@ def test_a_job_that_hangs_ends_within_ddp_timeout_with_its_stacks(name: str, rec
     assert run.record["status"] == "finished"
 
 
-def test_sigusr2_writes_the_stacks_and_the_training_continues(recipe: Path, ranks: Ranks) -> None:
-    ranks.run(1, [FAULTS, recipe, "tracking.run_name=usr2"], AT="step 2, micro-batch 1", DO="SIGUSR2")
-    run = Run(recipe.parent / "outputs" / "job" / "usr2")
-    assert "in _inner_training_loop" in (run.path / "logs" / "rank-0.stacks.txt").read_text()
-    assert run.record["status"] == "finished"
-
-
 def test_the_clock_and_a_file_stop_a_run_as_a_signal_does(recipe: Path, ranks: Ranks) -> None:
     run = Run(recipe.parent / "outputs" / "job" / "clock")
     words = ["sft.train", recipe, "tracking.run_name=clock"]

@@ -77,7 +77,7 @@ def launcher_of(restarts: int, ranks: int) -> list[str | Path]:
 def test_one_process_that_failed_restarts_as_one_process(recipe: Path, command: Command) -> None:
     words = [*launcher_of(1, ranks=1), recipe, "train.save_steps=1", "train.deepspeed=zero2", "train.resume=never"]
     printed = command(words, PYTHONPATH=str(REPOSITORY), AT="after step 3", DO="SIGKILL", STARTS="1")
-    assert "Restarting all processes; 0 restarts left." in printed.stderr
+    assert "Restarting all processes; restarts left: 0." in printed.stderr
     assert "it resumes from checkpoint-2" in printed.stdout
     run = latest(recipe)
     assert decisions(run)["engine"] == "ZeRO-2"
@@ -206,7 +206,7 @@ def test_the_command_of_the_kubernetes_file_trains_on_two_machines_and_both_rest
     assert all(re.search(r"Rank 1 on \S+ was ended by signal 9", text) for text in (printed, elsewhere)), (
         printed + elsewhere
     )
-    assert "Restarting all processes; 0 restarts left." in printed + elsewhere
+    assert "Restarting all processes; restarts left: 0." in printed + elsewhere
     assert "step 40/40" in printed
     assert "step " not in re.sub(r"Rank 1 on .*", "", elsewhere)
     assert re.search(r"Rank 1 on \S+ and the other ranks of this node write to ", elsewhere)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sft.checkpoint.load_again import Load
 from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
@@ -56,7 +57,9 @@ def test_the_saved_model_gives_the_trained_models_logits(name: str, kind: str, r
                 "not trained"
             )
     if EngineRuns.verified(name, kind):
-        assert runs.printed(run).count("Save verified in") == 2  # after the first step, and final/
+        Load(run).check()  # as the evaluation does
+        # After the first step, and final/; pissa's adapters are made others when they are merged.
+        assert runs.printed(run).count("Save verified in") == (1 if "pissa" in kind else 2)
         assert run.record["save_checked"]["tensors"] >= 38
         assert run.record["save_checked"]["logits_differ"] < 0.15
     tokenizer = AutoTokenizer.from_pretrained(run.final)
@@ -112,7 +115,7 @@ def test_tokens_that_the_base_never_trained_are_trained_beside_adapters(runs: En
     assert changed == sorted(ids)
 
 
-BF16, UNTIED = "train.precision=bf16", "untied"
+UNTIED = "untied"
 FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "zero3_without_gather": ("2 ZeRO-3", (), "it holds no model.safetensors"),
     "zero3_empty_shards": ("2 ZeRO-3", (), "has shape [0], in memory ["),
@@ -121,8 +124,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     # With fewer elements ZeRO-3 would not shard them.
     "zero3_empty_shards, adapters": ("2 ZeRO-3", ("model.lora={r: 64}",), "has shape [0], in memory ["),
     # At a learning rate of 0 an adapter stays zero: the second step is the first that trains.
-    "adapter_scale_zero": ("1", (*LORA, BF16, "train.warmup_steps=100"), "has rank, scale, dropout and DoRA (4, 0.0, "),
-    "adapter_renamed": ("2 FSDP2", LORA, "lora_B.weight: is not in the saved model"),
+    "adapter_renamed": ("2 FSDP2", (*LORA, "train.warmup_steps=100"), "lora_B.weight: is not in the saved model"),
     "adapter_bit": ("2 DDP", LORA, "1 of 512 elements differ, by"),
     "adapter_bit, stages": ("2 pipeline parallel", LORA, "elements differ, by 4.66e-10 at most\nTraining stops"),
     "embeddings_not_resized": ("1", (NEW,), "has shape [544, 128], in memory [546, 128]"),
@@ -135,8 +137,8 @@ REPEATED = {"zero3_empty_shards", "embeddings_not_resized", "no_chat_template"}
 AT_THE_END: dict[str, tuple[str, tuple[str, ...], str]] = {
     "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
     "other_rotation": ("2 DDP", (), "logits differ by"),  # neither tensors nor settings show it
-    "late_other_rotation": ("1", (), "logits differ by"),
-    "adapter_not_saved": ("2 ZeRO-3", LORA, "q_proj.weight: "),
+    "adapter_scale_zero": ("1", LORA, "logits differ by"),
+    "adapter_not_saved": ("2 ZeRO-3", LORA, "logits differ by"),
 }
 
 
@@ -171,31 +173,19 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     assert [path for path in run.path.iterdir() if path.is_dir() and str(path) in error], "the wrong save is gone"
 
 
-@pytest.mark.parametrize("fault", rows(AT_THE_END, ["other_rotation"]))
+@pytest.mark.parametrize("fault", rows(AT_THE_END, AT_THE_END.keys() - {"no_stop_token", "adapter_not_saved"}))
 def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_run(
     fault: str, recipe: Path, ranks: Ranks
 ) -> None:
     engine, overrides, said = AT_THE_END[fault]
     overrides = (*ENGINES[engine].overrides, *overrides)
     words = [SAVE_FAULTS, recipe, *overrides, "train.max_steps=1", f"tracking.run_name=end-{plain(fault)}"]
-    late = fault.startswith("late")
-    printed = ranks.run(ENGINES[engine].ranks, words, expect=1, finish=late, WRONG=fault)
+    printed = ranks.run(ENGINES[engine].ranks, words, expect=1, finish=True, WRONG=fault)
     run = Run(recipe.parent / "outputs" / "job" / f"end-{plain(fault)}")
     assert said in run.record["error"]
     assert (run.record["status"], run.final.exists(), (run.path / ".final").exists()) == ("failed", False, False)
     assert str(run.unverified) in run.record["error"]
     assert "Traceback" not in printed["stderr"]
     AutoModelForCausalLM.from_pretrained(run.unverified)
-    ranks.run(ENGINES[engine].ranks, words)
+    ranks.run(ENGINES[engine].ranks, words, finish=True)
     assert (run.record["status"], run.final.is_dir(), run.unverified.exists()) == ("finished", True, False)
-
-
-def test_a_large_final_is_loaded_while_the_evaluation_starts(recipe: Path, ranks: Ranks) -> None:
-    words = [SAVE_FAULTS, recipe, *LORA, "train.max_steps=2", "tracking.run_name=large"]
-    printed = ranks.run(1, words, finish=True, WRONG="late")["stdout"]
-    run = Run(recipe.parent / "outputs" / "job" / "large")
-    assert "38 saved tensors equal those in memory.\n" in printed
-    assert f"{run.final}: loaded again its logits differ by " in printed
-    assert run.record["save_checked"]["logits_differ"] < 1e-3
-    assert (run.record["status"], run.record["evaluation"]) == ("finished", "finished")
-    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == [".lock"]

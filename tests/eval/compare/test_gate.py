@@ -56,21 +56,12 @@ def test_default_is_for_each_task_that_is_not_named() -> None:
     [
         ("REGRESSED", False),
         ("NO SIGNIFICANT CHANGE", True),
-        ("IMPROVED", True),
         ("TOO FEW DOCUMENTS", False),
-        ("UNKNOWN", False),
     ],
 )
 def test_by_evidence_only_what_is_shown_fails_and_what_cannot_be_shown(verdict: str, passed: bool) -> None:
     gate = {"max_regression": {"default": 0.0}, "judge_by": "evidence"}
-    tuned = 0.6 if verdict == "IMPROVED" else 0.4
-    assert judged(gate, row("arc", 0.5, tuned, verdict))["passed"] is passed
-
-
-def test_a_score_that_is_required_is_reached_or_told() -> None:
-    assert judged({"require": {"gsm8k": 0.4}}, row("gsm8k", 0.1, 0.4))["passed"]
-    failed = judged({"require": {"gsm8k": 0.4}}, row("gsm8k", 0.1, 0.39))
-    assert failed["failures"] == ["gsm8k (acc): the tuned model has 0.3900; at least 0.4 is required."]
+    assert judged(gate, row("arc", 0.5, 0.4, verdict))["passed"] is passed
 
 
 def test_a_metric_that_does_not_decide_can_be_named_and_is_judged_alone() -> None:

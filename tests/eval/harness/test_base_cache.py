@@ -3,7 +3,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -15,7 +14,7 @@ from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings
 
 Resolve = Callable[..., Settings]
-ALONE = Placement(0, "a test")
+ALONE = Placement(0)
 
 
 @pytest.fixture
@@ -73,30 +72,6 @@ def test_what_moves_a_score_has_another_key(base: Path, settings: Resolve, refer
     assert len({*keys}) == len(keys)
     assert base_key(target, prompting(plain, reference), two) == keys[0]
     assert base_key(replace(target, label="other"), prompting(plain, reference), ALONE) == keys[0]
-
-
-def test_kept_results_are_copied_whole_and_stay(tmp_path: Path) -> None:
-    run = tmp_path / "run" / "base"
-    assert reuse(run, "key", tmp_path) is None
-    keep(tmp_path, "key", results(tmp_path / "first"))
-    run.mkdir(parents=True)
-    (run / "samples_old.jsonl").touch()
-    assert reuse(run, "key", tmp_path) == str(tmp_path / FOLDER / "key")
-    assert {path.name for path in run.iterdir()} == {"results.json", "samples_arc.jsonl"}
-    assert reuse(run, "key", tmp_path) == str(run)  # what it has copied is its own
-    (run / "results.json").write_text("changed in the run")
-    assert json.loads((tmp_path / FOLDER / "key" / "results.json").read_text())["score"] == 0.5
-
-
-def test_the_first_of_two_runs_that_measure_at_once_is_kept_and_nothing_is_mixed(tmp_path: Path) -> None:
-    folders = [results(tmp_path / f"run{n}", float(n)) for n in range(6)]
-    threads = [Thread(target=keep, args=(tmp_path, "key", folder)) for folder in folders]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert json.loads((tmp_path / FOLDER / "key" / "results.json").read_text())["score"] in range(6)
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["key"]
 
 
 def test_a_folder_that_cannot_be_written_to_keeps_nothing_and_ends_nothing(tmp_path: Path) -> None:

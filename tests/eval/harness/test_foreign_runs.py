@@ -1,6 +1,5 @@
 """A run's folder may be somebody else's: only this command line allows it to run code, send a key or read files elsewhere."""
 
-import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +9,11 @@ import yaml
 
 from eval.chat.model import find_model
 from eval.chat.samples import main as chat_main
-from eval.run import CONSENTS, SENDS, main, parse_evaluation
+from eval.run import main, parse_evaluation
 from eval.sandbox.metric import score_code_within_limits
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export.main import main as export_main
 from sft.launch.rerun import rerun_arguments
-from sft.recipe.schema import REPOSITORY, Evaluation, Model
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
 
@@ -115,13 +113,3 @@ def test_a_program_of_the_working_directory_is_no_metric(tmp_path: Path, monkeyp
     score_code_within_limits()
     with pytest.raises(EvaluationError, match=r"rouge, which lies in the working directory"):
         evaluate.load("rouge")
-
-
-def test_the_security_page_names_keys_and_files_that_there_are() -> None:
-    page = (REPOSITORY / "docs" / "security.md").read_text()
-    files = re.findall(r"(?:tests|sft|eval)/[\w/]+\.py", page)
-    assert [file for file in files if not (REPOSITORY / file).is_file()] == []
-    known = {"eval": Evaluation.model_fields, "model": Model.model_fields}
-    keys = re.findall(r"`(eval|model)\.([a-z]\w+)", page)
-    assert [key for section, key in keys if key not in known[section]] == []
-    assert {*CONSENTS, *SENDS} <= set(re.findall(r"\w+", page))

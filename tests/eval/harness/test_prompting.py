@@ -41,12 +41,6 @@ def test_a_template_is_read_from_the_model_and_is_none_where_there_is_none(
         own_template(Target("base", str(tmp_path / "nothing")), needed=True)
 
 
-def test_a_base_with_the_same_template_needs_no_treatment(settings: Resolve, reference: Reference) -> None:
-    for asked in (settings("arc"), settings("arc", base_template="own")):
-        same = prompt_base(asked, reference, reference.tokenizer.chat_template)
-        assert (same.settings, same.note, same.record) == (asked, None, None)
-
-
 @pytest.mark.parametrize(("template", "has"), [(None, "has no chat template"), (OTHER, "has another chat template")])
 def test_by_default_the_tuned_models_template_asks_both_and_that_is_said(
     template: str | None, has: str, settings: Resolve, reference: Reference
@@ -72,7 +66,7 @@ def test_own_prompts_differ_in_the_template_alone_and_are_compared(
     treatment = check_settings_match(base, tuned, {}, {})
     assert treatment is not None
     assert "not of the weights alone" in treatment["note"]
-    assert treated.tokenizer.chat_template == (template or reference.tokenizer.chat_template)
+    assert treated.tokenizer.chat_template == template
     expected = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     assert treated.settings.chat_template_sha256 == expected
 

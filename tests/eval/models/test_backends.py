@@ -9,11 +9,6 @@ ADDRESS = {"base_url": "http://127.0.0.1:1/v1"}
 SERVER = {"backend": "server", "server": ADDRESS}
 
 
-def test_the_defaults_contradict_nothing() -> None:
-    check_backend(Evaluation())
-    check_backend(Evaluation.model_validate({**SERVER, "tasks": ("gsm8k",)}))
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -22,8 +17,6 @@ def test_the_defaults_contradict_nothing() -> None:
         ({"server": ADDRESS}, "eval.server.base_url=.* is of eval.backend=server, and eval.backend=hf"),
         ({"backend": "server"}, "eval.server.base_url is not given"),
         ({**SERVER, "processes": 2}, "eval.processes=2, and the server decides it"),
-        ({**SERVER, "dtype": "bfloat16"}, "eval.dtype=bfloat16, and the server decides it"),
-        ({**SERVER, "batch_size": 4}, "eval.batch_size=4, and the server decides it"),
         (
             {"backend": "server", "apply_chat_template": False, "server": {**ADDRESS, "api": "chat"}},
             "eval.server.api=chat sends messages",

@@ -77,7 +77,7 @@ def test_a_task_that_only_transformers_can_do_is_refused(
     selection = check_tasks(Evaluation(tasks=(str(beams), str(ends), str(fine))), tmp_path)
     loaded = load_tasks(selection, settings(), False, tmp_path / "log")
     parts = [part for items in loaded.by_name.values() for part in leaves(items)]
-    served = Served("http://127.0.0.1:1/v1", "tuned", "completions", 1, 5, None, None)
+    served = Served("http://127.0.0.1:1/v1", "tuned", "completions", 1, 5, None)
     problems = [one for part in parts for one in task_problems(part, settings(), reference.tokenizer, served)]
     assert [problem.split()[0] for problem in problems] == ["beams", "ends"]
     assert "num_beams" in problems[0]

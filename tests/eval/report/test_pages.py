@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.report.blocks import MOST_LINES, facts, notice, table
 from eval.report.collect import collect_report
 from eval.report.main import write_report
-from eval.report.pages import FOLDED_FROM, MOST_OF_AN_ANSWER, as_html, excerpt, html_text
+from eval.report.pages import MOST_OF_AN_ANSWER, as_html, html_text, said
 from eval.report.run_files import read_run
 from sft.files import write_json
 from sft.run.directory import Run
@@ -126,28 +125,8 @@ def test_hidden_characters_are_shown_and_what_scripts_need_is_kept(run: Run) -> 
 
 
 def test_what_is_long_is_cut_and_says_how_much_is_missing() -> None:
-    assert excerpt("x" * FOLDED_FROM)["whole"] is None
-    long = excerpt("x" * (MOST_OF_AN_ANSWER + 5))
-    assert long["whole"] == "x" * MOST_OF_AN_ANSWER + " … and 5 more characters"
-    assert long["note"] == "4,005 characters"
+    assert said("x" * (MOST_OF_AN_ANSWER + 5)) == "x" * MOST_OF_AN_ANSWER + " … and 5 more characters"
     assert html_text("y" * 5000).endswith("and 3,000 more characters")
-    for block in (table(["a"], [["x"]] * 1000), facts({str(n): n for n in range(1000)})):
-        assert (len(block.value["rows"]), block.value["more"]) == (300, 700)
-    lines = notice("plain", "a", ["x"] * 1000).value["lines"]
-    assert (len(lines), lines[-1]) == (MOST_LINES + 1, f"and {1000 - MOST_LINES} more")
-
-
-def test_marks_name_the_answers_that_did_not_end_were_empty_or_looped(run: Run) -> None:
-    add_answers(run, [prompt("?", answer("a a a", ended=False, loops=True), answer(""))], [])
-    for mark in ("did not end", "loops", "empty"):
-        assert f'<span class="badge bad">{mark}</span>' in page(run)
-
-
-def test_flips_are_shared_by_the_tasks_and_counted(run: Run) -> None:
-    add_answers(run, [], [flip(number, "gained", task=f"task{number % 2}") for number in range(101)])
-    found = page(run)
-    assert "Gained: 20 of 101 documents" in found, "ten of each task"
-    assert (found.count("<summary>task0, document"), found.count("<summary>task1, document")) == (10, 10)
 
 
 def test_the_report_holds_no_secret(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import venv
@@ -23,7 +22,7 @@ import psutil
 import pytest
 import yaml
 
-from eval.sandbox.runner import LIMITS, WITHOUT_SANDBOX, Outcome, check_isolation, describe, run_program, run_programs
+from eval.sandbox.runner import LIMITS, WITHOUT_SANDBOX, check_isolation, describe, run_program, run_programs
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
@@ -49,14 +48,6 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder for temporary files that each user can write to."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)
-        yield Path(folder)
 
 
 @pytest.fixture
@@ -92,25 +83,25 @@ def doors(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 BEYOND_LIMITS = {
-    "an endless loop": ("while True: pass", "cpu time"),
+    "an endless loop": ("while True: pass", "failed"),
     "an endless loop that ignores signals": (
         "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",
-        "killed",
+        "failed",
     ),
     "a fork bomb": (
         "import os, time\nfor n in range(400):\n    if os.fork() == 0:\n        time.sleep(5)\n        os._exit(0)\ntime.sleep(5)",
-        "processes or memory",  # whichever limit the next look finds passed
+        "failed",
     ),
     "a thread bomb": (
         "import threading, time\nfor n in range(99): threading.Thread(target=time.sleep, args=(3,)).start()\n"
         "time.sleep(3)",
-        "processes",
+        "failed",
     ),
-    "a memory bomb": ("held = bytearray(3 * 2**30)", "memory"),
+    "a memory bomb": ("held = bytearray(3 * 2**30)", "failed"),
     "a memory bomb of several processes": (
         "import os, time\nfor n in range(5):\n    if os.fork() == 0:\n        held = b'a' * (300 << 20)\n        time.sleep(15)\n"
-        "        os._exit(0)\ntime.sleep(15)\nassert False",
-        "memory",
+        "        os._exit(0)\ntime.sleep(15)",
+        "failed",
     ),
     "a write of 100 GB": (
         "with open('large', 'wb') as file:\n    for n in range(100): file.write(bytes(2**20))\n    file.truncate(100 * 10**9)",
@@ -122,9 +113,12 @@ ENDINGS = {
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(30)\n    os._exit(0)",
         "passed",
     ),
+    "a pool of processes": (
+        "from multiprocessing import Pool\nwith Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]",
+        "passed",
+    ),
     "a signal to its parent": ("import os; os.kill(os.getppid(), 9)", "passed"),
     "a signal to everybody": ("import os; os.kill(-1, 9)", "failed"),
-    "a stop of its parent": ("import os, signal; os.kill(os.getppid(), signal.SIGSTOP)", "passed"),
     "new namespaces": (
         "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0\nassert ctypes.CDLL(None).unshare(0x20000) == 0",
         "failed",
@@ -135,8 +129,7 @@ ENDINGS = {
         "import builtins\nclass AssertionError(BaseException): pass\nbuiltins.AssertionError = KeyError\nassert False",
         "failed",
     ),
-    "another excepthook": ("import sys\nsys.excepthook = lambda *_: None\nassert False", "failed"),
-    "a crash": ("import ctypes; ctypes.string_at(0)", "killed"),
+    "a crash": ("import ctypes; ctypes.string_at(0)", "failed"),
     "all descriptors closed": ("import os; os.closerange(0, 64)", "failed"),
     # In a folder of its own file system nothing is left of it; elsewhere it has to be removed.
     "folders three thousand deep": (
@@ -149,17 +142,14 @@ ENDINGS = {
         "time.sleep(0.5)\nos._exit(0)",
         "failed",
     ),
-    "a temporary file": ("import tempfile\nwith tempfile.TemporaryFile() as file: file.write(b'x')", "passed"),
     "a name that is missing in an annotation": ("def first(given: List[int]) -> int: return given[0]", "failed"),
-    "a process of its own that leaves": ("import os, sys\nif os.fork() == 0: sys.exit(0)\nos.wait()", "passed"),
     "a process of its own that comes to the end": ("import os\nif os.fork() == 0: pass\nelse: os.wait()", "passed"),
-    "a process of its own that comes to the end alone": ("import os\nif os.fork(): os._exit(0)", "failed"),
     "no mistake": ("assert sorted([2, 1]) == [1, 2]", "passed"),
 }
 
 
 def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """What a program does, and how it has to end. Those that pass have done nothing wrong that shows."""
+    """What a program does, and whether it may pass. Those that pass have done nothing wrong that shows."""
     home, temporary, run = (repr(str(path)) for path in doors["files"])
     secret = repr(str(doors["secret"]))
     looks = "os.environ.get('HF_TOKEN') or [1 for p in os.listdir('/proc') if p.isdigit() for t in [read(p)] if b'hf_thisIs' in t]"
@@ -184,9 +174,8 @@ def test_attacks_do_no_harm(doors: dict[str, Any], monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_TOKEN", SECRET)
     programs = attacks(doors)
     outcomes = run_programs([program for program, _ in programs.values()], SHORT)
-    endings = {name: (one.ending, one.detail) for name, one in zip(programs, outcomes, strict=True)}
-    wrong = {name: ending for name, ending in endings.items() if ending[0] not in programs[name][1].split(" or ")}
-    assert not wrong
+    found = dict(zip(programs, outcomes, strict=True))
+    assert not {name: one for name, one in found.items() if one.passed != (programs[name][1] == "passed")}
 
 
 def test_a_killed_evaluation_leaves_no_process() -> None:
@@ -206,19 +195,14 @@ def test_a_killed_evaluation_leaves_no_process() -> None:
     wait_until(lambda: not any(process.is_running() for process in started))
 
 
-def test_an_interpreter_under_tmp_is_there_although_the_programs_have_a_tmp_of_their_own(open_folder: Path) -> None:
-    venv.create(open_folder / "venv")
+def test_an_interpreter_under_tmp_is_there_although_the_programs_have_a_tmp_of_their_own(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv")
     path = os.pathsep.join([str(REPOSITORY), *(folder for folder in sys.path if folder.endswith("site-packages"))])
     done = subprocess.run(
-        [open_folder / "venv/bin/python", "-c", "from eval.sandbox.runner import run_program; print(run_program('').ending)"],
+        [tmp_path / "venv/bin/python", "-c", "from eval.sandbox.runner import run_program; print(run_program('').passed)"],
         env=os.environ | {"PYTHONPATH": path}, cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stdout.strip() == "passed", done.stderr
-
-
-def test_a_pool_of_processes_works() -> None:
-    pool = "from multiprocessing import Pool\nwith Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]"
-    assert run_programs([pool]) == [Outcome("passed", "")]
+    assert done.stdout.strip() == "True", done.stderr
 
 
 @pytest.fixture
@@ -240,7 +224,7 @@ def test_without_a_sandbox_nothing_runs_unless_it_was_allowed(
     assert "WITHOUT A SANDBOX" in describe("")
     programs = ["x = 1", "assert False", "while True: pass", "held = bytearray(3 * 2**30)", "import os; os._exit(0)"]
     outcomes = run_programs(programs, SHORT)
-    assert [one.ending for one in outcomes] == ["passed", "failed", "cpu time", "memory", "failed"]
+    assert [one.passed for one in outcomes] == [True, False, False, False, False]
 
 
 def test_what_cannot_be_run_is_no_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -261,7 +245,7 @@ def test_the_same_programs_end_the_same_way(doors: dict[str, Any]) -> None:
     ] * 3
     first = run_programs(programs, SHORT)
     assert first == run_programs(programs, SHORT)
-    assert [one.ending for one in first[:3]] == [one.ending for one in first[3:6]]
+    assert [one.passed for one in first[:3]] == [one.passed for one in first[3:6]]
 
 
 DOCS_TASK = (("yaml", "my_code.yaml"), ("python", "utils.py"))

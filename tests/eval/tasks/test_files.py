@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jinja2.exceptions import SecurityError, UndefinedError
 
-from eval.tasks.files import LocalTasks, TaskFile
+from eval.tasks.files import LocalTasks, Task
 from eval.tasks.load import load_tasks, render_in_sandbox
 from eval.tasks.settings import Settings
 from eval.tasks.suites import TaskSelection, check_tasks
@@ -17,7 +17,7 @@ from sft.recipe.schema import Evaluation
 WriteTask = Callable[..., Path]
 
 
-def read(path: Path, text: str) -> TaskFile:
+def read(path: Path, text: str) -> Task:
     path.write_text(text)
     return LocalTasks(None, frozenset({"acc"})).read(path, path.parent)
 
@@ -26,8 +26,6 @@ def read(path: Path, text: str) -> TaskFile:
     ("text", "told"),
     [
         ("task: [1, 2\n", "line 2, column 1"),
-        ("task: !import os.system\n", "could not determine a constructor"),
-        ("- task\n", "it holds no keys"),
         ("dataset_path: json\n", "it has no `task:`"),
         ("task: mine\ninclude: mine.yaml\n", "it includes itself"),
         ("task: mine\ninclude: nowhere\n", "nowhere cannot be read"),
@@ -41,7 +39,6 @@ def test_a_file_that_is_no_task_is_refused_with_the_place(tmp_path: Path, text: 
 
 CODE = {
     "a function": "doc_to_text: !function utils.text\n",
-    "a function in a list": "filter_list: [{name: a, filter: [{function: custom, filter_fn: !function utils.text}]}]\n",
     "an included function": "include: functions\n",
     "a metric from the hub": "metric_list: [{metric: someone/score}]\n",
     "a metric of a task inside": "group: mine\ntask: [{task: inner, metric_list: [{metric: someone/score}]}]\n",
@@ -91,7 +88,7 @@ def test_what_the_shell_has_set_is_no_consent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
-    task = LocalTasks(None, frozenset()).read(path := write_task("plain"), path.parent).task
+    task = LocalTasks(None, frozenset()).read(path := write_task("plain"), path.parent)
     load_tasks(TaskSelection((task,)), settings("plain"), consent, tmp_path / "log")
     assert os.environ["HF_ALLOW_CODE_EVAL"] == str(int(consent))
 
@@ -110,13 +107,3 @@ def test_a_tasks_template_cannot_reach_python(template: str) -> None:
     render_in_sandbox()
     with pytest.raises((SecurityError, UndefinedError)):
         utils.apply_template(template, {})
-
-
-def test_the_sandbox_renders_as_lm_eval_does() -> None:
-    from lm_eval import utils
-
-    render_in_sandbox()
-    row = {"question": "a\n", "choices": ["b", "c"]}
-    template = "{{question.strip()}}: {% for choice in choices %}{{loop.index}} {{choice}} {% endfor %}\n"
-    assert utils.apply_template(template, row) == "a: 1 b 2 c \n"
-    assert utils.apply_template("{{question|regex_replace('a', 'z')}}", row) == "z\n"

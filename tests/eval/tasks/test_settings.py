@@ -37,14 +37,6 @@ def test_every_setting_is_part_of_the_hash(settings: Resolve) -> None:
     assert settings("arc").hash == plain.hash
 
 
-@pytest.mark.parametrize(("context", "longest"), [(4096, 1024), (512, 256)])
-def test_an_answer_may_be_1024_tokens_or_half_of_a_small_context(
-    context: int, longest: int, tuned_model: Path, tmp_path: Path
-) -> None:
-    settings = resolved(changed(tuned_model, tmp_path / "m", "config.json", max_position_embeddings=context))
-    assert (settings.max_length, settings.default_max_gen_toks) == (context, longest)
-
-
 def test_the_context_is_the_one_that_lm_eval_would_take(reference: Reference) -> None:
     from lm_eval.models.utils import resolve_max_length
 
@@ -135,10 +127,3 @@ def test_a_model_that_is_missing_is_one_message(name: str) -> None:
         load_config(name, None, False)
     assert name in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("config", ["{", '{"model_type": "no-such-model"}'])
-def test_a_broken_config_is_one_message(config: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(EvaluationError, match="cannot be loaded"):
-        load_config(str(tmp_path), None, False)

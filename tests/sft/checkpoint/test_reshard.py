@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from sft.checkpoint.reshard import load_torch, open_full, source_names, start_random_streams, with_parameters
 from sft.checkpoint.resume import Writer
-from sft.checkpoint.zero import FIRST, MOMENTS, SECOND, STEP, WEIGHT, Piece, _pieces_of_groups
+from sft.checkpoint.zero import STEP, Piece, _pieces_of_groups
 from sft.errors import RunError
 from sft.parallel.optimizer import MasterAdamW
 
@@ -70,20 +70,6 @@ def test_bf16_weights_go_on_from_their_fp32_copies_under_an_optimizer_of_fp32_we
         assert torch.equal(master, parameter)
         assert not torch.equal(parameter.bfloat16().float(), parameter)
         assert other.state[parameter][STEP] == 3
-
-
-def test_whole_tensors_are_in_fp32_and_each_goes_by_its_name(tmp_path: Path) -> None:
-    model = network(torch.bfloat16)
-    optimizer = MasterAdamW(groups(model), accumulate_in_fp32=False, lr=0.1)
-    train(model, optimizer, 2)
-    whole = open_full(tmp_path, save(tmp_path, model, optimizer), {})
-    assert whole.names == set(dict(model.named_parameters()))
-    for weight, master in zip(optimizer.weights, optimizer.masters, strict=True):
-        name = next(name for name, parameter in model.named_parameters() if parameter is weight)
-        assert torch.equal(whole.read(name, WEIGHT), master)
-        for what in MOMENTS:
-            assert torch.equal(whole.read(name, what), optimizer.state[master][what])
-        assert {whole.read(name, what).dtype for what in (WEIGHT, FIRST, SECOND, STEP)} == {torch.float32}
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:

@@ -24,56 +24,9 @@ LEAST: dict[str, dict[str, Any]] = {
         "optimizer": {"_component_": "torch.optim.AdamW"},
     },
 }
-VALUES: list[Any] = [
-    *(
-        True,
-        False,
-        None,
-        0,
-        1,
-        -1,
-        8,
-        0.5,
-        1e-4,
-        10**20,
-        float("inf"),
-        float("nan"),
-        [],
-        {},
-        ["a", "b"],
-        {"a": 1},
-        [1, 2],
-    ),
-    *(
-        "2e-5",
-        "auto",
-        "x",
-        "true",
-        "no",
-        "epoch",
-        "all",
-        "",
-        "a,b",
-        "train[:20%]",
-        "cosine",
-        "adamw_torch",
-        "zero3",
-        "lora",
-    ),
-    *(
-        "full_shard auto_wrap",
-        "wandb",
-        "{{ x }}",
-        "é\n# x: {",
-        "${output_dir}",
-        "1:30",
-        "null",
-        ": ",
-        "\u2028",
-        "'",
-        "/",
-    ),
-]
+TEXTS = "2e-5|auto|x|true|no|epoch|all||a,b|train[:20%]|cosine|adamw_torch|zero3|lora|full_shard auto_wrap|wandb|{{ x }}|${output_dir}|null"
+VALUES: list[Any] = [True, False, None, 0, 1, -1, 8, 0.5, 1e-4, 10**20, float("inf"), float("nan"), [], {}, [1, 2]]
+VALUES += [["a", "b"], {"a": 1}, *TEXTS.split("|"), "é\n# x: {", "1:30", ": ", "\u2028", "'", "/"]
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:

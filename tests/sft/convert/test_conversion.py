@@ -22,27 +22,18 @@ def test_every_key_that_a_table_names_is_a_key_of_recipes(tool: str) -> None:
 
 
 def test_every_key_is_in_one_list_and_an_unknown_one_is_dropped_with_a_reason() -> None:
-    c = conversion({"a": 1, "b": {"c": None}, "d": [{"e": 2}], "f": "x", "g": [], "h": "no such"})
+    c = conversion({"a": 1, "b": {"c": None}, "d": [{"e": 2}], "f": "x", "g": [], "h": "no such", "i": 5, "typo": 1})
     rows = table(
-        "a -> train.seed\nf -- no reason\nd.*.e -> train.max_steps -- steps\nh -> model.kernels", {"h": {"on": "liger"}}
+        "a -> train.seed\nf -- no reason\nd.*.e -> train.max_steps -- steps\nh -> model.kernels\ni -> train.learning_rate",
+        {"model.kernels": {"on": "liger"}},
     )
     c.apply(rows)
     assert c.carried == {"a": "train.seed: 1"}
     assert c.changed == {"d.0.e": "train.max_steps: 2 (steps)"}
     assert c.dropped["f"] == "no reason"
     assert "nothing like no such" in c.dropped["h"]
-    assert set(c.dropped) == {"b.c", "f", "g", "h"}
-    c = conversion({"typo": 1})
-    c.apply(rows)
-    assert "typo" in c.dropped
-
-
-def test_a_value_that_recipes_do_not_take_is_dropped_with_the_value() -> None:
-    c = conversion({"rate": 5, "steps": 0.5})
-    c.apply(table("rate -> train.learning_rate\nsteps -> train.save_steps"))
-    assert not c.carried
-    assert "train.learning_rate does not take 5" in c.dropped["rate"]
-    assert "train.save_steps does not take 0.5" in c.dropped["steps"]
+    assert "train.learning_rate does not take 5" in c.dropped["i"]
+    assert set(c.dropped) == {"b.c", "f", "g", "h", "i", "typo"}
 
 
 def test_a_default_that_is_not_ours_is_written_where_the_file_says_nothing() -> None:

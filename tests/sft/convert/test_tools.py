@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,229 +68,160 @@ def recipe_of(folder: Path, values: dict[str, Any], gpus: int | None = 4) -> Rec
 
 
 @pytest.mark.parametrize("config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK, TORCHTUNE])
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_the_batch_per_gpu_becomes_the_global_batch(tmp_path: Path, config: dict[str, Any], gpus: int) -> None:
-    recipe = recipe_of(tmp_path, config | {"gradient_accumulation_steps": 3}, gpus)
-    assert recipe.train.global_batch_size == 2 * 3 * gpus
+def test_the_batch_per_gpu_becomes_the_global_batch(tmp_path: Path, config: dict[str, Any]) -> None:
+    recipe = recipe_of(tmp_path, config | {"gradient_accumulation_steps": 3}, 8)
+    assert recipe.train.global_batch_size == 2 * 3 * 8
 
 
-@pytest.mark.parametrize(
-    "config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK, {"model_name_or_path": "m", "dataset_name": "d"}]
-)
+@pytest.mark.parametrize("config", [TRL, {"model_name_or_path": "m", "dataset_name": "d"}])
 def test_without_gpus_it_is_refused_with_the_option(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ConversionError, match=r"batch_size.*--gpus N"):
         convert(written(tmp_path, config), None)
 
 
-def test_trl_keeps_its_own_defaults(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, TRL | {"use_peft": True})
-    assert (recipe.train.learning_rate, recipe.train.lr_scheduler_type, recipe.train.num_train_epochs) == (
-        2e-5,
-        "linear",
-        3,
-    )
-    assert (recipe.data.max_length, recipe.data.packing, recipe.data.overlong) == (1024, False, "truncate")
-    assert recipe.train.adam_beta2 == 0.999
-    assert recipe.model.lora is not None
-    assert (recipe.model.lora.lora_dropout, recipe.model.lora.target_modules) == (0.05, ("q_proj", "v_proj"))
+LORA, FOUR, EIGHT = {"adapter": "lora"}, {"load_in_4bit": True}, {"load_in_8bit": True}
+STOPPING = {"early_stopping_patience": 3, "eval_steps": 50, "save_steps": 100}
+VARIANTS = {
+    "peft_use_dora": True,
+    "lora_modules_to_save": ["embed_tokens"],
+    "lora_r": 8,
+}
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # TRL's defaults, where ours are others
+    (
+        TRL | {"use_peft": True},
+        {
+            "train.learning_rate": 2e-5,
+            "train.lr_scheduler_type": "linear",
+            "train.num_train_epochs": 3,
+            "train.adam_beta2": 0.999,
+        }
+        | {"data.max_length": 1024, "data.packing": False, "data.overlong": "truncate"}
+        | {"model.lora.lora_dropout": 0.05, "model.lora.target_modules": ("q_proj", "v_proj")},
+    ),
+    # it trains all tokens of `messages` unless told otherwise
+    (HANDBOOK, {"data.loss_on": "all", "data.seed": 3, "data.train.0.epochs": 0.5, "data.train.0.weight": None}),
+    (HANDBOOK | {"assistant_only_loss": True}, {"data.loss_on": "assistant"}),
+    (TRL | {"completion_only_loss": True}, {"data.loss_on": "completion"}),
+    (TRL | {"eval_strategy": "steps"}, {"data.held_out.0.path": "d", "data.held_out.0.split": "test"}),
+    (TRL, {"data.held_out": None}),
+    # a DeepSpeed file that is not here becomes ours of the same stage
+    (LLAMA_FACTORY | {"deepspeed": "examples/ds_z3_config.json"}, {"train.deepspeed": "zero3"}),
+    (LLAMA_FACTORY | {"deepspeed": "ds/zero2_offload.json"}, {"train.deepspeed": "zero2_offload"}),
+    (LLAMA_FACTORY | {"deepspeed": "z0.json"}, {"train.deepspeed": None}),
+    (AXOLOTL | {"optimizer": "adamw_bnb_8bit"}, {"train.optim": "adamw_8bit"}),
+    (AXOLOTL | {"optimizer": "adamw_bnb_8bit", "deepspeed": "zero2.json"}, {"train.optim": "adamw"}),
+    (AXOLOTL | {"optimizer": "adamw_bnb_8bit", "fsdp_config": {"fsdp_version": 2}}, {"train.optim": "adamw"}),
+    (TRL | {"optim": "lion_8bit", "adam_beta1": 0.8}, {"train.optim": "lion", "train.adam_beta1": 0.9}),
+    (TRL | {"optim": "schedule_free_adamw", "adam_beta1": 0.8}, {"train.optim": "adamw", "train.adam_beta1": 0.8}),
+    # quantized weights need adapters
+    (TRL | FOUR | {"use_peft": True}, {"model.quantization": "nf4", "model.bnb_4bit_use_double_quant": False}),
+    (TRL | FOUR, {"model.quantization": None}),
+    (AXOLOTL | EIGHT | LORA, {"model.quantization": "int8"}),
+    (LLAMA_FACTORY | {"quantization_bit": 8}, {"model.quantization": "int8"}),
+    # warmup in steps is a ratio below 1
+    (TRL | {"warmup_steps": 7}, {"train.warmup_steps": 7, "train.warmup_ratio": None}),
+    (TRL | {"warmup_steps": 0.1}, {"train.warmup_steps": 0, "train.warmup_ratio": 0.1}),
+    # the eval loss is measured at checkpoints, and where there is an eval split
+    (
+        AXOLOTL | STOPPING | {"val_set_size": 0.1},
+        {
+            "train.load_best_model_at_end": True,
+            "train.early_stopping_patience": 3,
+            "train.save_steps": 50,
+            "train.eval_steps": None,
+        },
+    ),
+    (AXOLOTL | STOPPING, {"train.load_best_model_at_end": False, "train.early_stopping_patience": None}),
+    (
+        TRL | {"load_best_model_at_end": True, "metric_for_best_model": "eval_bleu", "eval_strategy": "epoch"},
+        {"train.load_best_model_at_end": False},
+    ),
+    (
+        AXOLOTL | VARIANTS | LORA | {"lora_target_linear": True},
+        {"model.lora.use_dora": True, "model.lora.modules_to_save": ("embed_tokens",), "model.lora.r": 8}
+        | {"model.lora.target_modules": "all-linear"},
+    ),
+    (AXOLOTL | VARIANTS, {"model.lora": None}),
+    (
+        AXOLOTL
+        | {
+            "datasets": [{"path": "d", "type": "alpaca", "split": "train[:20%]"}, {"path": "e", "split": "test"}],
+            "val_set_size": 0.1,
+        },
+        {"data.train.0.split": "train", "data.train.0.epochs": 0.2, "data.train.1.split": "test", "data.held_out": 0.1}
+        | {"data.train.0.format": "alpaca", "model.chat_template": "plain"},
+    ),
+    (
+        AXOLOTL
+        | {
+            "fsdp": ["full_shard"],
+            "fsdp_config": {"fsdp_offload_params": True, "fsdp_state_dict_type": "FULL_STATE_DICT"},
+        },
+        {"train.fsdp.offload_params": True, "train.fsdp.state_dict_type": "full"},
+    ),
+    # LLaMA-Factory trains adapters unless told otherwise
+    (LLAMA_FACTORY, {"model.lora.r": 8, "model.lora.lora_alpha": 16}),
+    (LLAMA_FACTORY | {"finetuning_type": "full", "lora_rank": 4}, {"model.lora": None}),
+    (LLAMA_FACTORY | {"pissa_init": True, "pissa_iter": 4}, {"model.lora.init_lora_weights": "pissa_niter_4"}),
+    (LLAMA_FACTORY | {"mask_history": True}, {"data.loss_on": "last_assistant"}),
+    (
+        TORCHTUNE,
+        {"model.lora.r": 4, "model.lora.lora_alpha": 16, "model.lora.target_modules": ("q_proj", "o_proj")}
+        | {"data.train.0.path": "yahma/alpaca-cleaned", "data.train.0.format": "alpaca", "data.train.0.epochs": 1}
+        | {"data.held_out": 0.05, "data.loss_on": "all", "data.packing": False, "train.lr_scheduler_type": "constant"}
+        | {"train.max_grad_norm": 0, "train.weight_decay": 0.01, "train.adam_beta2": 0.999},
+    ),
+    # TrainingArguments leave model and data to fill in
+    (
+        {"per_device_train_batch_size": 2, "fp16": False, "max_steps": -1, "save_steps": 0.1},
+        {"model.name_or_path": "MODEL", "data.train": "DATA", "train.precision": "fp32", "train.learning_rate": 5e-5}
+        | {"train.max_steps": None, "train.save_steps": 500},
+    ),
+]
 
 
-def test_trl_trains_all_tokens_of_messages_unless_told_otherwise(tmp_path: Path) -> None:
-    assert recipe_of(tmp_path, HANDBOOK).data.loss_on == "all"
-    assert recipe_of(tmp_path, HANDBOOK | {"assistant_only_loss": True}).data.loss_on == "assistant"
-    assert recipe_of(tmp_path, TRL | {"completion_only_loss": True}).data.loss_on == "completion"
+@pytest.mark.parametrize(("config", "expected"), SETTINGS)
+def test_what_a_config_becomes(tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]) -> None:
+    recipe = recipe_of(tmp_path, config)
 
+    def setting(key: str) -> Any:
+        value: Any = recipe
+        for name in key.split("."):
+            value = value[int(name)] if name.isdigit() else getattr(value, name)
+        return value
 
-def test_a_weight_of_the_handbook_is_a_fraction_of_the_rows(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, HANDBOOK)
-    assert (recipe.sources[0].epochs, recipe.sources[0].weight, recipe.data.seed) == (0.5, None, 3)
-
-
-def test_a_test_split_is_the_eval_split_where_it_was_evaluated(tmp_path: Path) -> None:
-    held_out = recipe_of(tmp_path, TRL | {"eval_strategy": "steps", "eval_steps": 7}).data.held_out
-    assert isinstance(held_out, tuple)
-    assert (held_out[0].path, held_out[0].split) == ("d", "test")
-    assert recipe_of(tmp_path, TRL).data.held_out is None
-
-
-@pytest.mark.parametrize(
-    ("path", "ours"),
-    [
-        ("examples/ds_z3_config.json", "zero3"),
-        ("ds/zero2_offload.json", "zero2_offload"),
-        ("z0.json", None),
-        ("mine.json", None),
-    ],
-)
-def test_a_deepspeed_file_that_is_not_here_becomes_ours_of_the_same_stage(
-    tmp_path: Path, path: str, ours: str | None
-) -> None:
-    assert recipe_of(tmp_path, LLAMA_FACTORY | {"deepspeed": path}).train.deepspeed == ours
+    assert {key: setting(key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("theirs", "arguments", "ours"),
     [
         ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.1}),
-        ("cosine_with_min_lr", {"min_lr": 1e-6}, {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.05}),
-        ("cosine_with_min_lr", {}, {"lr_scheduler_type": "cosine", "min_lr_ratio": 0}),
-        (
-            "warmup_stable_decay",
-            {"num_decay_steps": 9, "decay_type": "linear"},
-            {"lr_decay_steps": 9, "lr_decay_type": "linear"},
-        ),
+        ("cosine_with_min_lr", {"min_lr": 1e-6}, {"min_lr_ratio": 0.05}),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "decay_type": "linear"}, {"lr_decay_steps": 9, "lr_decay_type": "linear"}),
         ("polynomial", {"power": 2.0}, {"lr_scheduler_type": "polynomial", "lr_power": 2}),
         ("constant", {}, {"lr_scheduler_type": "constant", "warmup_steps": 0, "warmup_ratio": None}),
-        ("constant_with_warmup", {}, {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.2}),
-        ("cosine_with_restarts", {"num_cycles": 3}, {"lr_scheduler_type": "cosine"}),
+        ("cosine_with_restarts", {"num_cycles": 3}, {"lr_scheduler_type": "cosine", "warmup_ratio": 0.2}),
     ],
-)
+)  # fmt: skip
 def test_schedules(tmp_path: Path, theirs: str, arguments: dict[str, Any], ours: dict[str, Any]) -> None:
-    config = TRL | {
-        "learning_rate": 2e-5,
-        "lr_scheduler_type": theirs,
-        "lr_scheduler_kwargs": arguments,
-        "warmup_ratio": 0.2,
-    }
-    train = recipe_of(tmp_path, config).train
+    schedule = {"lr_scheduler_type": theirs, "lr_scheduler_kwargs": arguments, "warmup_ratio": 0.2}
+    train = recipe_of(tmp_path, TRL | {"learning_rate": 2e-5} | schedule).train
     assert {key: getattr(train, key) for key in ours} == ours
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "arguments"),
-    [
-        ("adamw_torch_fused", "adamw", {}),
-        ("adamw_bnb_8bit", "adamw_8bit", {}),
-        ("paged_adamw_8bit", "paged_adamw_8bit", {}),
-        ("paged_adamw_32bit", "adamw", {}),
-        ("lion_8bit", "lion", {"beta1": 0.8, "beta2": 0.999}),
-        ("adafactor", "adafactor", {}),
-        ("schedule_free_adamw", "adamw", {}),
-    ],
-)
-def test_optimizers(tmp_path: Path, theirs: str, ours: str, arguments: dict[str, float]) -> None:
-    train = recipe_of(tmp_path, TRL | {"optim": theirs, "adam_beta1": 0.8}).train
-    assert (train.optim, train.optim_args) == (ours, arguments)
-    assert train.adam_beta1 == (0.8 if "adam" in ours else 0.9)
-
-
-def test_8_bit_states_are_not_sharded(tmp_path: Path) -> None:
-    assert recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit"}).train.optim == "adamw_8bit"
-    assert (
-        recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit", "deepspeed": "zero2.json"}).train.optim == "adamw"
-    )
-    assert (
-        recipe_of(tmp_path, AXOLOTL | {"optimizer": "paged_adamw_8bit", "fsdp": ["full_shard"]}).train.optim == "adamw"
-    )
-
-
-def test_llama_factorys_muon_keeps_adamw_for_the_rest(tmp_path: Path) -> None:
-    train = recipe_of(tmp_path, LLAMA_FACTORY | {"use_muon": True}).train
-    assert (train.optim, train.adam_beta2) == ("muon", 0.999)
-
-
-@pytest.mark.parametrize(
-    ("quantized", "ours"), [({"load_in_4bit": True}, ("nf4", False)), ({"load_in_8bit": True}, ("int8", True))]
-)
-def test_qlora_needs_adapters(tmp_path: Path, quantized: dict[str, Any], ours: tuple[str, bool]) -> None:
-    model = recipe_of(tmp_path, TRL | quantized | {"use_peft": True}).model
-    assert (model.quantization, model.bnb_4bit_use_double_quant) == ours
-    assert recipe_of(tmp_path, TRL | quantized).model.quantization is None
-    assert recipe_of(tmp_path, AXOLOTL | quantized | {"adapter": "lora"}).model.quantization == ours[0]
-    bits = {"quantization_bit": 4 if ours[0] == "nf4" else 8}
-    assert recipe_of(tmp_path, LLAMA_FACTORY | bits).model.quantization == ours[0]
-
-
-@pytest.mark.parametrize(("steps", "ours"), [(7, (7, None)), (0.1, (0, 0.1)), (0, (0, None))])
-def test_warmup_in_steps_below_one_is_a_ratio(tmp_path: Path, steps: float, ours: tuple[int, float | None]) -> None:
-    train = recipe_of(tmp_path, TRL | {"warmup_steps": steps}).train
-    assert (train.warmup_steps, train.warmup_ratio) == ours
-
-
-def test_early_stopping_measures_at_each_checkpoint(tmp_path: Path) -> None:
-    stopping = {"early_stopping_patience": 3, "eval_steps": 50, "save_steps": 100}
-    train = recipe_of(tmp_path, AXOLOTL | stopping | {"val_set_size": 0.1}).train
-    assert (train.load_best_model_at_end, train.early_stopping_patience, train.save_steps, train.eval_steps) == (
-        True,
-        3,
-        50,
-        None,
-    )
-    train = recipe_of(tmp_path, AXOLOTL | stopping).train  # without an eval split nothing is compared
-    assert (train.load_best_model_at_end, train.early_stopping_patience) == (False, None)
-    train = recipe_of(
-        tmp_path, TRL | {"load_best_model_at_end": True, "metric_for_best_model": "eval_bleu", "eval_strategy": "epoch"}
-    ).train
-    assert not train.load_best_model_at_end
-
-
-def test_axolotls_fsdp_and_slices(tmp_path: Path) -> None:
-    data = [
-        {"path": "d", "type": "alpaca", "split": "train[:20%]"},
-        {"path": "e", "type": "chat_template", "split": "test"},
-    ]
-    fsdp = {
-        "fsdp": ["full_shard"],
-        "fsdp_config": {"fsdp_offload_params": True, "fsdp_state_dict_type": "FULL_STATE_DICT"},
-    }
-    recipe = recipe_of(tmp_path, AXOLOTL | {"datasets": data, "val_set_size": 0.1} | fsdp)
-    assert [(one.path, one.split, one.epochs) for one in recipe.sources] == [("d", "train", 0.2), ("e", "test", 1.0)]
-    assert (recipe.sources[0].format, recipe.model.chat_template, recipe.data.held_out) == ("alpaca", "plain", 0.1)
-    assert recipe.train.fsdp is not None
-    assert (recipe.train.fsdp.offload_params, recipe.train.fsdp.state_dict_type) == (True, "full")
-
-
 def test_what_axolotl_trains_is_what_is_not_frozen(tmp_path: Path) -> None:
-    (pattern,) = recipe_of(
-        tmp_path, AXOLOTL | {"unfrozen_parameters": ["^lm_head.weight$", "layers.4[4-9]+.mlp"]}
-    ).model.freeze
-    trained = [
-        name
-        for name in (
-            "lm_head.weight",
-            "x.lm_head.weight",
-            "lm_head_weight",
-            "model.layers.45.mlp.up",
-            "model.layers.3.mlp.up",
-        )
-        if not re.search(pattern, name)
-    ]
-    assert trained == ["lm_head.weight", "model.layers.45.mlp.up"]
-
-
-def test_adapter_variants(tmp_path: Path) -> None:
-    variants = {
-        "peft_use_dora": True,
-        "lora_modules_to_save": ["embed_tokens"],
-        "lora_rank_pattern": {"layers.0": 4},
-        "lora_r": 8,
-    }
-    lora = recipe_of(tmp_path, AXOLOTL | variants | {"adapter": "lora", "lora_target_linear": True}).model.lora
-    assert lora is not None
-    assert (lora.use_dora, lora.modules_to_save, lora.rank_pattern, lora.r) == (
-        True,
-        ("embed_tokens",),
-        {"layers.0": 4},
-        8,
-    )
-    pissa = recipe_of(tmp_path, LLAMA_FACTORY | {"pissa_init": True, "pissa_iter": 4}).model.lora
-    assert pissa is not None
-    assert pissa.init_lora_weights == "pissa_niter_4"
-    assert recipe_of(tmp_path, AXOLOTL | variants).model.lora is None
+    unfrozen = {"unfrozen_parameters": ["^lm_head.weight$", "layers.4[4-9]+.mlp"]}
+    (pattern,) = recipe_of(tmp_path, AXOLOTL | unfrozen).model.freeze
+    names = ["lm_head.weight", "x.lm_head.weight", "lm_head_weight", "model.layers.45.mlp.up", "model.layers.3.mlp.up"]
+    assert [name for name in names if not re.search(pattern, name)] == ["lm_head.weight", "model.layers.45.mlp.up"]
 
 
 def test_gpus_that_share_a_batch_count_once(tmp_path: Path) -> None:
     assert recipe_of(tmp_path, AXOLOTL | {"tensor_parallel_size": 2}, 8).train.global_batch_size == 2 * 4
     with pytest.raises(ConversionError, match="multiple of the 2"):
         convert(written(tmp_path, AXOLOTL | {"tensor_parallel_size": 2}), 3)
-
-
-def test_llama_factory_trains_adapters_unless_told_otherwise(tmp_path: Path) -> None:
-    lora = recipe_of(tmp_path, LLAMA_FACTORY).model.lora
-    assert lora is not None
-    assert (lora.r, lora.lora_alpha) == (8, 16)
-    assert recipe_of(tmp_path, LLAMA_FACTORY | {"finetuning_type": "full", "lora_rank": 4}).model.lora is None
-    assert recipe_of(tmp_path, LLAMA_FACTORY | {"mask_history": True}).data.loss_on == "last_assistant"
 
 
 def test_names_of_dataset_info_are_looked_up_where_it_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,63 +241,26 @@ def test_names_of_dataset_info_are_looked_up_where_it_is_here(tmp_path: Path, mo
     assert (sources[1].path, sources[1].name) == ("me/e", "s")
 
 
-def test_torchtunes_components_and_defaults(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, TORCHTUNE)
-    lora = recipe.model.lora
-    assert lora is not None
-    assert (lora.r, lora.lora_alpha, lora.target_modules) == (4, 16, ("q_proj", "o_proj"))
-    assert (recipe.sources[0].path, recipe.sources[0].format, recipe.sources[0].epochs) == (
-        "yahma/alpaca-cleaned",
-        "alpaca",
-        1,
-    )
-    assert (recipe.data.held_out, recipe.data.loss_on, recipe.data.packing) == (0.05, "all", False)
-    train = recipe.train
-    assert (train.lr_scheduler_type, train.max_grad_norm, train.weight_decay, train.adam_beta2) == (
-        "constant",
-        0,
-        0.01,
-        0.999,
-    )
-
-
-def test_a_training_arguments_file_leaves_model_and_data_to_fill_in(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, {"per_device_train_batch_size": 2, "fp16": False, "max_steps": -1, "save_steps": 0.1})
-    assert (recipe.model.name_or_path, recipe.data.train) == ("MODEL", "DATA")
-    assert (recipe.train.precision, recipe.train.learning_rate) == ("fp32", 5e-5)
-    assert (recipe.train.max_steps, recipe.train.save_steps) == (None, 500)
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPO"),
-        (TORCHTUNE | {"optimizer": None}, "optimizer"),
         ({"model_name_or_path": "m", "template": "x", "infer_backend": "hf"}, "trains nothing"),
         ({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}, "train.deepspeed"),
         (AXOLOTL | {"rl": "dpo"}, "DPO"),
         (AXOLOTL | {"pretraining_dataset": [{"path": "d"}]}, "pretraining"),
         (AXOLOTL | {"processor_type": "AutoProcessor"}, "vision"),
-        (AXOLOTL | {"reward_model": True}, "reward"),
         (LLAMA_FACTORY | {"stage": "pt"}, "pretraining"),
-        (LLAMA_FACTORY | {"stage": "kto"}, "KTO"),
         (LLAMA_FACTORY | {"image_max_pixels": 9}, "vision"),
         (LLAMA_FACTORY | {"do_train": False, "do_predict": True}, "prediction"),
         (TRL | {"beta": 0.1}, "DPO"),
         (TRL | {"num_generations": 8}, "GRPO"),
-        ({"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 3}, "num_processes": 8}, "zero3"),
+        ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "accelerate launch"),
         ({"schema_version": 1, "version": 1, "model": {}}, "a recipe already"),
         ({"colour": "red"}, "colour"),
         ("just text", "no keys"),
-        ("", "nothing"),
         ("a: [", "neither YAML nor JSON"),
         ("base_model: &a [*a]", "aliases"),
-        ("base_model: &a {b: *a}", "aliases"),
-        (
-            "a: &a [1,2,3,4,5,6,7,8,9]\n"
-            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefg")),
-            "aliases",
-        ),
     ],
 )
 def test_what_is_no_supervised_fine_tuning_is_refused_by_name(tmp_path: Path, config: Any, said: str) -> None:
@@ -391,21 +284,8 @@ def test_the_command_writes_a_recipe_with_comments_and_its_template(
     assert "# per_device_train_batch_size: 2 per GPU x 1 accumulated x 4 GPUs" in output.read_text()
     cli.run(["convert", str(file), "--gpus", "8", "-o", str(output)])  # its own file is written again
     assert "Not carried over" in capsys.readouterr().out
-
-
-def test_a_file_that_it_did_not_write_is_not_overwritten(tmp_path: Path) -> None:
-    file = written(tmp_path, TRL)
     with pytest.raises(ConversionError, match="exists"):
         main(file, file, 4, as_json=False)
-
-
-def test_what_it_prints_is_the_recipe_with_the_lists_as_comments(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(written(tmp_path, TRL), None, 4, as_json=False)
-    printed = capsys.readouterr().out
-    assert parse_recipe(printed).train.global_batch_size == 8
-    assert "# Carried over with another meaning" in printed
 
 
 def test_what_others_wrote_cannot_end_a_comment_or_move_the_cursor(
@@ -419,5 +299,6 @@ def test_what_others_wrote_cannot_end_a_comment_or_move_the_cursor(
     main(written(tmp_path, AXOLOTL | hostile, "a\nb.yml"), None, 4, as_json=False)
     printed = capsys.readouterr().out
     assert parse_recipe(printed).model.name_or_path == "m"
+    assert "# Carried over with another meaning" in printed
     assert "\x1b" not in printed
     assert "\u2028" not in printed

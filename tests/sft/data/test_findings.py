@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.findings import FINDINGS, check_findings, found_in_row
+from sft.data.findings import check_findings, found_in_row
 from sft.data.formats import Conversation, Text, Tokens
 from sft.data.prepare import prepare
 from sft.data.special_tokens import SpecialTokens
@@ -59,33 +59,14 @@ def test_a_clean_row_has_no_findings(clean: Any, escape: bool, control: SpecialT
     "roles",
     [
         ["assistant"],
-        ["tool", "assistant"],
-        ["user", "user", "assistant"],
         ["user", "assistant", "assistant"],
-        ["user", "system", "assistant"],
         ["system", "system", "user", "assistant"],
-        ["system", "assistant"],
-        ["user", "assistant", "system", "user", "assistant"],
         ["user", "tool", "assistant"],
         ["user", "assistant", "tool", "assistant"],
     ],
 )
 def test_roles_out_of_order_are_found(roles: list[str], control: SpecialTokens) -> None:
     assert found_in_row(turns(*((role, "x") for role in roles)), control, True) == ["role_order"]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        called(**{"<|im_end|>": 1}),
-        asked("Hi", tools=[{"function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}}]),
-        called(a={"<|im_end|>": {"b": 1}}),
-        asked("Hi", name="<|im_end|>"),
-        Conversation(asked("Hi").messages, None, [False, True], {"note": "<|im_end|>"}),
-    ],
-)
-def test_a_special_token_is_found_wherever_a_template_may_write_it(row: Any, control: SpecialTokens) -> None:
-    assert found_in_row(row, control, True) == ["special_tokens"]
 
 
 def test_an_answer_that_closes_with_an_end_token_is_found(control: SpecialTokens) -> None:
@@ -151,14 +132,10 @@ LONG = "The train to Oslo leaves at noon from platform nine."
         (asked("<|start_header_id|>user<|end_header_id|>Hi"), "rendered"),
         (asked("[INST] Hi [/INST]"), "rendered"),
         (asked("Do it.\n\n### Response:\n"), "rendered"),
-        (asked("Hi", "Assistant: Hello"), "rendered"),
-        (asked("Hi", "Hello\nHuman:"), "rendered"),
         (Text("", "<|user|>Hi<|assistant|>Hello"), "rendered"),
         (asked("What is the capital?", " What is the capital? Oslo"), "echo"),
-        (Text("What is the capital?", "What is the capital? Oslo"), "echo"),
-        (asked("Hi", "nan"), "missing_value"),
-        (Text("Hi", " None\n"), "missing_value"),
         (asked("Hi", "Hello\nUser: And you?\nAssistant: Fine"), "dialogue"),
+        (asked("Hi", "nan"), "missing_value"),
     ],
 )
 def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: SpecialTokens) -> None:
@@ -170,13 +147,10 @@ def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, contro
     [
         asked("Hi", "Hi there, None of us knows"),
         asked("Who is the user: a person?", "### Heading\nA human: you"),
-        asked("Is it red or blue?", "blue"),
         asked(LONG, f"It says: {LONG}"),
         asked("Hi", "One speaker is the user.\nUser: Hi"),
         Text("", "Context.\nUser: Hi\nAssistant: Hello"),
         turns(("system", "Be brief."), ("user", "Be brief. Hi"), ("assistant", "a")),
-        asked("data:image/png;base64,iVBORw0K"),
-        Text("", "### Instruction:\nHi\n### Response:\nHello"),
         Text("", "[INST] Hi [/INST] Hello"),
         called(note="nan"),
     ],
@@ -200,26 +174,6 @@ def rows_told(found: dict[str, dict[str, Any]], kind: str) -> list[int]:
 PLAIN = [row_of(f"Question {number}", f"Answer {number}") for number in range(40)]
 
 
-def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
-    rows = [*PLAIN[:3], row_of("", "x"), row_of("{{name}}"), row_of("Hi", "y<|im_end|>"), row_of("<|im_end|>"), "?"]
-    found = prepared(recipe_of(rows, "data.max_length=64", "data.on_bad_row=drop"))
-    expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad_row": [8]}
-    assert {kind: rows_told(found, kind) for kind in found} == expected
-    assert all(finding["count"] == 1 for finding in found.values())
-    assert {kind: finding["meaning"] for kind, finding in found.items()} == {
-        kind: FINDINGS[kind].meaning for kind in found
-    }
-
-
-def test_an_answer_that_most_rows_have_is_found(recipe_of: RecipeOf) -> None:
-    rows = [*PLAIN[:19], *(row_of(f"What is {number}?", "I cannot say") for number in range(21))]
-    found = prepared(recipe_of(rows, "data.max_length=64"))
-    assert list(found) == ["same_answer"]
-    assert (found["same_answer"]["count"], rows_told(found, "same_answer")) == (21, [20])
-    # Half of the rows is not most of them.
-    assert prepared(recipe_of([*PLAIN[20:22], *rows], "data.max_length=64")) == {}
-
-
 def judged(recipe: Recipe) -> None:
     check_findings(prepare(recipe, inspect_model(recipe)).findings, recipe.data)
 
@@ -228,14 +182,8 @@ def judged(recipe: Recipe) -> None:
     ("kind", "bad", "enough"),
     [
         ("placeholder", lambda n: row_of(f"{n} {{{{name}}}}", str(n)), 18),
-        (
-            "role_order",
-            lambda n: {"messages": [{"role": "assistant", "content": "Hi"}, *row_of("x", str(n))["messages"]]},
-            18,
-        ),
         ("same_answer", lambda n: row_of(f"x{n}", "Yes"), 18),
         ("duplicate", lambda n: row_of("Question 19", "Answer 19"), 18),
-        ("escaped", lambda n: row_of(rf"{n}\n\nB"), 10),
         ("mojibake", lambda n: row_of(f"{n} Ã©"), 2),
     ],
 )

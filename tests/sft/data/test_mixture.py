@@ -42,19 +42,10 @@ def seen(mixture: Mixture, all_documents: np.ndarray) -> list[int]:
 A_HUNDRED = list(range(100))
 
 
-def test_without_wishes_every_row_is_seen_once() -> None:
-    rows = documents(A_HUNDRED, list(range(200, 230)))
-    mixture = mixed(rows, data({}, {}))
-    assert (mixture.times == 1).all()
-    assert not mixture.held_out.any()
-    assert not any(dropped.any() for dropped in mixture.dropped.values())
-
-
 @pytest.mark.parametrize(
     ("weights", "available", "expected"),
     [
         ([1, 1], [100, 30], [30, 30]),
-        ([3, 1], [100, 50], [100, 33]),
         ([0.7, 0.3], [70, 100], [70, 30]),
         ([0.5, 0.25, 0.25], [1000, 10, 500], [20, 10, 10]),
     ],
@@ -69,24 +60,12 @@ def test_weights_are_shares_of_rows_and_the_scarcest_source_is_used_up(
     assert sum(mixture.dropped["not_drawn"]) == sum(available) - sum(expected)
 
 
-@pytest.mark.parametrize("count", [1, 100])
-def test_a_number_of_rows_is_that_many_different_rows(count: int) -> None:
-    mixture = mixed(documents(A_HUNDRED), data({"rows": count}))
-    assert sorted(Counter(mixture.times.tolist()).items()) == sorted(
-        (times, rows) for times, rows in ((0, 100 - count), (1, count)) if rows
-    )
-    assert mixture.dropped["not_drawn"].tolist() == (mixture.times == 0).tolist()
-
-
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ({"epochs": 0.5}, {0: 50, 1: 50}),
-        ({"epochs": 2.0}, {2: 100}),
         ({"epochs": 2.5}, {2: 50, 3: 50}),
-        ({"rows": 10, "epochs": 3.0}, {0: 90, 3: 10}),
         ({"rows": 10, "epochs": 1.5}, {0: 90, 1: 5, 2: 5}),
-        ({"rows": 10, "epochs": 0.3}, {0: 97, 1: 3}),
     ],
 )
 def test_epochs_are_how_often_a_row_is_seen(keys: dict[str, Any], expected: dict[int, int]) -> None:

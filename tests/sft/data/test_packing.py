@@ -18,11 +18,8 @@ def lengths_of_many_kinds(max_length: int) -> list[np.ndarray]:
     return [
         random.integers(1, max_length + 1, 600),
         short,
-        random.integers(max_length // 2 + 1, max_length + 1, 200),
         np.full(300, max_length),
-        np.full(300, 1),
         np.full(301, max(1, max_length // 3)),
-        random.choice([1, max_length, max(1, max_length // 2)], 500),
     ]
 
 

@@ -7,15 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from sft.data.facts import inspect_data
 from sft.data.prepare import prepare
-from sft.data.prepared import Prepared, entry_folder, find_prepared
-from sft.data.store import DocumentStore, SequenceIndex
+from sft.data.prepared import Prepared, find_prepared
 from sft.errors import DataError, ModelError
 from sft.hub.demo import Demo
 from sft.hub.model_facts import inspect_model
@@ -122,16 +118,6 @@ def test_a_damaged_entry_is_made_anew(damage: str, make: Make, tmp_path: Path) -
     assert left_in(first.folder.parent) == [first.folder.name]
 
 
-def test_what_an_earlier_process_left_half_written_is_removed(make: Make, tmp_path: Path) -> None:
-    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
-    folder = entry_folder(recipe, inspect_model(recipe))
-    left = folder.with_name(f".{folder.name}.{os.getpid()}")
-    left.mkdir(parents=True)
-    (left / "tokens.bin").write_bytes(b"half")
-    prepared(recipe)
-    assert left_in(folder.parent) == [folder.name]
-
-
 def test_entries_that_no_run_uses_are_removed(make: Make, tmp_path: Path) -> None:
     entry = prepared(make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")).folder
     for name, days in (("unused", 100), ("of-this-month", 20), (".killed.123", 100)):
@@ -160,18 +146,6 @@ def test_an_error_and_a_finding_name_the_right_file_and_row(make: Make, tmp_path
     assert left_in(entry.folder.parent) == [entry.folder.name]
 
 
-def test_packs_hold_every_chosen_document_and_none_that_is_held_out(make: Make, tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", VARIED[:33])
-    entry = prepared(make(f"data.train=[{{path: {path}, epochs: 2.0}}]", "data.held_out=0.3"))
-    train, held_out = (SequenceIndex.load(entry.folder / f"{name}.npz") for name in ("train", "held_out"))
-    documents = DocumentStore.open(entry.folder).documents
-    both = np.concatenate([train.members, held_out.members, held_out.members])
-    assert np.bincount(both).tolist() == [2] * len(documents)
-    for index in (train, held_out):
-        assert max(int(documents["length"][index.of(number)].sum()) for number in range(len(index))) <= 128
-    assert (entry.sequences, entry.summary["held_out_sequences"]) == (len(train), len(held_out))
-
-
 def test_the_fingerprint_is_of_what_is_trained_and_of_nothing_else(make: Make, tmp_path: Path) -> None:
     def fingerprint(rows: list[Row], *overrides: str, name: str = "rows.jsonl") -> str:
         return prepared(make(f"data.train={write(tmp_path / name, rows)}", *overrides)).fingerprint
@@ -186,7 +160,6 @@ def test_the_fingerprint_is_of_what_is_trained_and_of_nothing_else(make: Make, t
 @pytest.mark.parametrize(
     ("row", "override", "told"),
     [
-        ({"question": "a", "reply": "b"}, "data.train=ROWS", "no usable columns. Found: question, reply"),
         ({"text": "a"}, "data.loss_on=completion", "is of the format text, which has no completion"),
         (VARIED[0], "data.train=[{path: ROWS, chat: false}]", "chat=false is for rows of prompt and"),
         (VARIED[0], "data.train=[{path: ROWS, rows: 9}]", "rows=9 of .*rows.jsonl, which has 1 usable"),
@@ -215,9 +188,7 @@ def test_conversations_without_a_chat_template_are_one_message(make: Make, demo:
     assert prepared(make(train, f"model.name_or_path={model}")).ledger["total"]["rows"]["used"] == 1
 
 
-@pytest.mark.parametrize(
-    "size", [16, 104, 112, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 64, 108, 116))]
-)
+@pytest.mark.parametrize("size", [16, 104, pytest.param(116, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_message_and_leaves_no_entry(
     size: int, make: Make, tmp_path: Path, small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,42 +206,22 @@ def test_a_full_disk_is_one_message_and_leaves_no_entry(
     assert left_in(place / ".prepared") == []
 
 
-def _rewrite(path: Path) -> None:
-    other = path.with_name("same_size.jsonl")
-    other.write_text(path.read_text().replace("answer", "ANSWER"))
-    other.replace(path)
-
-
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "other letters in as many bytes": _rewrite,
-    "removed": Path.unlink,
-    "touched": Path.touch,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "held_out"), [*((change, False) for change in CHANGES), ("other letters in as many bytes", True)]
-)
 def test_data_that_has_changed_when_it_is_prepared_is_not_kept(
-    change: str, held_out: bool, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 20)
     train, other = write(tmp_path / "train.jsonl", VARIED[:20] * 100), write(tmp_path / "other.jsonl", VARIED[40:45])
-    recipe = make(f"data.train={train}", f"data.held_out={other}")
 
     def write_meanwhile() -> None:
         while not any(file.stat().st_size for file in (tmp_path / "out").glob(".prepared/.*.*/tokens.bin")):
             time.sleep(0.001)
-        CHANGES[change](other if held_out else train)
+        other.write_text(other.read_text().replace("answer", "ANSWER"))  # as many bytes
 
     writer = threading.Thread(target=write_meanwhile)
     writer.start()
     try:
-        if change == "touched":  # the same bytes are the same data
-            assert prepared(recipe).ledger["total"]["rows"]["in"] == 2005
-            return
-        with pytest.raises(DataError, match=r"changed while it was prepared\. Start again|there is no file"):
-            prepared(recipe)
+        with pytest.raises(DataError, match=r"changed while it was prepared\. Start again"):
+            prepared(make(f"data.train={train}", f"data.held_out={other}"))
     finally:
         writer.join()
     assert left_in(tmp_path / "out" / ".prepared") == []
@@ -288,52 +239,8 @@ def test_a_row_is_held_out_whatever_its_mask(make: Make, tmp_path: Path) -> None
         assert finding(entry, "held_out_duplicate")["rows"] == [f"{train}, row 6", f"{train}, row 7"]
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ("gone.jsonl", "there is no file or folder"),
-        ("[{path: PATH, columns: {prompt: question}}]", "has no column question"),
-        ("[{path: PATH, revision: main}]", "is a local path: `name`"),
-        ("[{path: PATH, split: 'train[:10%]'}]", "is not understood"),
-    ],
-)
-def test_a_message_about_a_held_out_source_names_its_key(value: str, told: str, make: Make, tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", VARIED[:9])
-    path = write(tmp_path / "held_out.jsonl", VARIED[40:49])
-    recipe = make(f"data.train={train}", f"data.held_out={value.replace('PATH', str(path))}")
-    for step in (lambda: prepared(recipe), lambda: inspect_data(recipe, inspect_model(recipe))):
-        with pytest.raises(DataError, match=f"^data.held_out: .*{told}"):
+def test_a_message_about_a_held_out_source_names_its_key(make: Make, tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'train.jsonl', VARIED[:9])}", "data.held_out=gone.jsonl")
+    for step in (lambda: prepared(recipe), lambda: inspect_data(recipe, inspect_model(recipe).path)):
+        with pytest.raises(DataError, match=r"^data.held_out: there is no file or folder"):
             step()
-
-
-USER = {"role": "user", "content": "Hi"}
-PARTS = [{"type": "text", "text": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("row", "others"),
-    [
-        (talk("Hi", None), talk("a", "b")),
-        (talk(None, "Ho"), talk("a", "b")),
-        ({"prompt": "Hi", "completion": None}, {"prompt": "a", "completion": "b"}),
-        ({"messages": [USER, {"role": "assistant", "content": "Ho", "tool_calls": None}]}, talk("a", "b")),
-        ({"input_ids": [5, 6, 7], "labels": None}, {"input_ids": [5, 6], "labels": [5, 6]}),
-        (
-            {
-                "messages": [
-                    USER | {"content": [{"type": "text", "text": None}, *PARTS]},
-                    {"role": "assistant", "content": PARTS},
-                ]
-            },
-            {"messages": [{"role": role, "content": PARTS} for role in ("user", "assistant")]},
-        ),
-    ],
-)
-def test_a_null_means_the_same_in_a_columnar_file_as_in_json(row: Row, others: Row, make: Make, tmp_path: Path) -> None:
-    """Where a key that is null cannot be told from one that only other rows have."""
-    rows = [others, row, others]
-    json_file, columnar_file = write(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), columnar_file)
-    one, other = (prepared(make(f"data.train={path}")) for path in (json_file, columnar_file))
-    assert other.fingerprint == one.fingerprint
-    assert other.ledger["total"] == one.ledger["total"]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import sft.data.prepared
 from sft.data.prepare import prepare
 from sft.data.prepared import data_key, entry_folder, find_prepared
 from sft.hub.demo import Demo
@@ -83,8 +82,6 @@ def test_a_changed_row_is_another_entry_and_the_old_row_the_old_one(key: Key, ro
     assert key() != first
     rows.write_text(text)
     assert key() == first
-    rows.write_text(text + text)
-    assert key() != first
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
@@ -103,19 +100,11 @@ def test_another_chat_template_is_another_entry(key: Key, tmp_path: Path) -> Non
     assert len(set(keys)) == 4
 
 
-def test_the_recipes_tokens_and_each_package_are_part_of_the_entry(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import version
-
+def test_the_recipes_tokens_and_a_package_are_part_of_the_entry(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.new_tokens=['<|x|>']", "model.eos_token=<|endoftext|>", "model.pad_token=a"]
     keys = [key(), *map(key, overrides)]
-    for changed in sft.data.prepared._PACKAGES:
-
-        def newer(name: str, changed: str = changed) -> str:
-            return version(name) + (".1" if name == changed else "")
-
-        monkeypatch.setattr("sft.data.prepared.version", newer)
-        keys.append(key())
-    assert len(set(keys)) == len(keys)
+    monkeypatch.setattr("sft.data.prepared.version", lambda name: f"{name} 9")
+    assert len({*keys, key()}) == 5
 
 
 def test_any_change_of_the_code_that_prepares_is_another_entry(
@@ -125,8 +114,8 @@ def test_any_change_of_the_code_that_prepares_is_another_entry(
     keys = [key()]
     monkeypatch.setattr("sft.data.prepared.__file__", str(code / "data" / "prepared.py"))
     assert key() == keys[0]
-    for file in (*(code / "data").glob("*.py"), *(code / "hub").glob("*.py")):
-        file.write_text(file.read_text() + "\n")
+    for name in ("data/render.py", "hub/names.py"):
+        (code / name).write_text((code / name).read_text() + "\n")
         keys.append(key())
     assert len(set(keys)) == len(keys)
 
@@ -167,28 +156,17 @@ def test_a_whole_entry_is_found_and_tells_the_plan_its_size(entry: Path) -> None
     assert len(found.fingerprint) == 64
 
 
-FILES = ["tokens.bin", "held_out.npz"]
-
-
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("change", [-1, 1])
-def test_an_entry_with_a_file_of_another_size_is_not_found(file: str, change: int, entry: Path) -> None:
-    data = (entry / file).read_bytes()
-    (entry / file).write_bytes(data[:change] if change < 0 else data + b" ")
+def test_an_entry_with_a_file_of_another_size_is_not_found(entry: Path) -> None:
+    with (entry / "tokens.bin").open("ab") as file:
+        file.write(b" ")
     assert find_prepared(entry) is None
 
 
-def test_machines_compare_their_data_by_its_size_and_both_ends(
-    make_recipe: MakeRecipe, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_compare_their_data_by_its_size(make_recipe: MakeRecipe, rows: Path) -> None:
     recipe = make_recipe(f"data.train={rows}")
     model = inspect_model(recipe)
-    monkeypatch.setattr("sft.data.prepared._END", 16)
-    text = rows.read_bytes()
-    keys = [data_key(recipe, model)]
-    for other in (text[:-1] + b" ", b" " + text[1:], text + text):
-        rows.write_bytes(other)
-        keys.append(data_key(recipe, model))
-    assert len(set(keys)) == 4
-    rows.write_bytes(text[:20] + b" " + text[21:])  # what a minute has no time for; the entry has
-    assert data_key(recipe, model) == keys[0]
+    first, text = data_key(recipe, model), rows.read_bytes()
+    rows.write_bytes(b" " + text[1:])  # what there is no time to read; the entry has
+    assert data_key(recipe, model) == first
+    rows.write_bytes(text + text)
+    assert data_key(recipe, model) != first

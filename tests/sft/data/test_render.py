@@ -120,18 +120,6 @@ def test_a_template_without_markers_is_masked_by_comparison(shown: Callable[...,
         shown(rewriting, TALK)
 
 
-def test_a_template_may_refuse_a_conversation(shown: Callable[..., str]) -> None:
-    strict = "{{ raise_exception('roles must alternate') if messages[0].role == 'system' }}" + UNMARKED
-    with pytest.raises(RowError, match="the chat template refuses it: roles must alternate"):
-        shown(strict, TALK)
-    assert "⟦" in shown(strict, TALK[1:])
-
-
-def test_a_developer_is_the_system(shown: Callable[..., str]) -> None:
-    developer = [{"role": "developer", "content": "Be brief."}, *TALK[1:]]
-    assert shown(UNMARKED, developer) == shown(UNMARKED, TALK)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
 def test_a_tool_call_is_trained_and_its_result_is_not(name: str, made: Made, tokenizer_of: TokenizerOf) -> None:
     function = {"name": "multiply", "arguments": {"a": 2, "b": 3}}
@@ -253,15 +241,6 @@ def reasoning(*said: str) -> list[Message]:
     return messages
 
 
-def test_reasoning_is_trained_also_where_the_prompt_has_an_empty_one(made: Made, tokenizer_of: TokenizerOf) -> None:
-    """In minimind's template, which has no markers, the prompt's reasoning is no prefix of the turn's."""
-    chunk = made("minimind", [{"messages": reasoning("T0", "", "T2")}])
-    ((first, second, third),) = trained_runs(chunk, tokenizer_of("minimind"))
-    assert first.removeprefix("<think>").strip() == "T0\n</think>\n\nA0<|im_end|>"
-    assert second == "A1<|im_end|>"
-    assert third.removeprefix("<think>").strip() == "T2\n</think>\n\nA2<|im_end|>"
-
-
 @pytest.mark.parametrize("name", ["unmarked", "qwen3", "qwen3_5_think", "llama3"])
 def test_reasoning_is_shown_in_every_turn_also_where_a_template_knows_none(name: str, trl_tokenizer: Any) -> None:
     renderer = ChatRenderer(with_template(trl_tokenizer, TRL.get(name, UNMARKED)))
@@ -320,30 +299,18 @@ def test_a_system_message_in_the_last_question_stands_where_generation_has_it(
     assert text.startswith(asking.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True) + "⟦")
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        {"call": "aB3456789", "result": "aB3456789"},
-        {},
-        {"call": "call_0123456789", "result": "call_0123456789"},
-        {"call": "aB3456789"},
-    ],
-)
+@pytest.mark.parametrize("given", ["aB3456789", None])
 def test_ids_that_a_template_demands_are_computed_where_a_row_has_none(
-    ids: dict[str, str], shown: Callable[..., str]
+    given: str | None, shown: Callable[..., str]
 ) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    call |= {"id": ids["call"]} if "call" in ids else {}
-    result = {"role": "tool", "content": "five"} | ({"tool_call_id": ids["result"]} if "result" in ids else {})
-    answer = {"role": "assistant", "content": "Five."}
-    messages = [*turns("Ask"), {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
-    text = shown(MISTRAL, messages)
+    call = {"id": given, "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    result = {"role": "tool", "content": "five", "tool_call_id": given}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = shown(MISTRAL, [*turns("Ask"), called, result, {"role": "assistant", "content": "Five."}])
     before, _, after = text.partition("[R]five#")
-    given = after[:9]
-    assert given.isalnum()
-    assert before.endswith(f'{{"name": "add", "arguments": {{"a": 1}}}}#{given}<|im_end|>⟧')
-    assert (given == "aB3456789") == (ids.get("call") == "aB3456789")
-    assert shown(MISTRAL, messages) == text
+    assert before.endswith(f'{{"name": "add", "arguments": {{"a": 1}}}}#{after[:9]}<|im_end|>⟧')
+    assert after[:9].isalnum()
+    assert given in (after[:9], None)
 
 
 @pytest.mark.parametrize("arguments", [{"a": "ü"}, '{"a": "ü"}'])
@@ -369,11 +336,3 @@ def test_text_that_the_template_does_not_read_is_refused_and_a_flag_is_not(token
         renderer.render(TALK, arguments=flags | {"custom_instructions": "Be brief."})
     with pytest.raises(ValueError, match=r"has xml_tools"):
         renderer.render(TALK, arguments=flags | {"xml_tools": ["{}"]})
-
-
-def test_smoltalk2s_system_messages_are_the_system_turn(tokenizer_of: TokenizerOf) -> None:
-    renderer = ChatRenderer(tokenizer_of("demo", "model.chat_template=recipes/smollm3.jinja"))
-    conversation = TALK[1:]
-    rendered = renderer.render(conversation, arguments={"custom_instructions": "Be brief."})
-    assert rendered.text == renderer.render(TALK).text
-    assert "Be brief." not in renderer.render(conversation).text

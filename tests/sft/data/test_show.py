@@ -9,22 +9,18 @@ import numpy as np
 import pytest
 
 from sft import cli
-from sft.data.documents import DocumentMaker
+from sft.data.documents import Chunk
 from sft.data.ledger import histogram
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.show import finding_lines, marked_text, summary_lines
 from sft.data.tokenizer import load_tokenizer
 from sft.hub.model_facts import inspect_model
-from sft.recipe.schema import Recipe, Source
+from sft.recipe.schema import Recipe
+from tests.sft.data.conftest import MODELS, documents, talk
 
 MakeRecipe = Callable[..., Recipe]
 ESCAPE = re.compile("\x1b\\[[0-9;]*m")
-
-
-def talk(*turns: str) -> dict[str, Any]:
-    roles = ("user", "assistant")
-    return {"messages": [{"role": roles[place % 2], "content": turn} for place, turn in enumerate(turns)]}
 
 
 TALKS = [
@@ -35,32 +31,17 @@ TALKS = [
 ]
 
 
-@pytest.fixture(params=["demo", "qwen3", "minimind", "gpt2", "stories260k_hf"])
-def tokenizer(request: pytest.FixtureRequest, make_recipe: MakeRecipe, real_model: Callable[[str], Path]) -> Any:
-    tokens = {
-        "gpt2": [
-            "model.chat_template=chatml",
-            "model.new_tokens=['<|im_start|>', '<|im_end|>', '<|pad|>']",
-            "model.pad_token=<|pad|>",
-        ],
-        "stories260k_hf": ["model.chat_template=plain", "model.pad_token=<unk>"],
-    }
-    name = request.param
-    overrides = [] if name == "demo" else [f"model.name_or_path={real_model(name)}", *tokens.get(name, [])]
-    return load_tokenizer(make_recipe(*overrides))
+@pytest.fixture(params=MODELS)
+def tokenizer(request: pytest.FixtureRequest, tokenizer_of: Callable[..., Any]) -> Any:
+    return tokenizer_of(request.param)
 
 
-def documents(tokenizer: Any, make_recipe: MakeRecipe) -> list[tuple[np.ndarray, np.ndarray]]:
-    maker = DocumentMaker(make_recipe("data.max_length=4096").data, tokenizer)
-    chunk = maker.make(Source(path="x"), 0, "messages", list(enumerate(TALKS, start=1)))
-    ends = np.cumsum(chunk.documents["length"])[:-1]
-    return list(zip(np.split(chunk.tokens, ends), np.split(chunk.trained, ends), strict=True))
-
-
-def test_no_character_is_lost_and_what_is_trained_stands_in_brackets(tokenizer: Any, make_recipe: MakeRecipe) -> None:
-    for ids, trained in documents(tokenizer, make_recipe):
-        text = marked_text(ids, trained, tokenizer, colours=False)
-        assert text.replace("[[", "").replace("]]", "") == tokenizer.decode(ids.tolist())
+def test_no_character_is_lost_and_what_is_trained_stands_in_brackets(
+    tokenizer: Any, made: Callable[..., Chunk]
+) -> None:
+    for ids, trained in documents(made(tokenizer, TALKS)):
+        text = marked_text(np.array(ids), np.array(trained), tokenizer, colours=False)
+        assert text.replace("[[", "").replace("]]", "") == tokenizer.decode(ids)
         runs = [
             [int(token) for token, _ in run]
             for keep, run in groupby(zip(ids, trained, strict=True), lambda t: t[1])
@@ -136,11 +117,6 @@ def test_so_many_rows_are_shown_and_the_whole_ledger(
     assert "\x1b" not in out
 
 
-def test_a_row_is_shown_with_its_tokens_and_what_is_trained(show: Callable[..., str], rows: Path) -> None:
-    out = show(["--show", "1"], f"data.train={rows}")
-    assert "<|im_start|>user\nquestion 0<|im_end|><|im_start|>assistant\n[[answer 0<|im_end|>]]" in out
-
-
 def test_the_summary_is_the_ledger_in_a_line(make_recipe: MakeRecipe, rows: Path) -> None:
     prepared = entry([f"data.train={rows}", "data.held_out=0.3", "data.deduplicate=true"], make_recipe)
     line, *notes = summary_lines(prepared)
@@ -153,11 +129,10 @@ def test_the_summary_is_the_ledger_in_a_line(make_recipe: MakeRecipe, rows: Path
     assert any(note.endswith(f"{rows}, row 21; {rows}, row 22") for note in notes)
 
 
-def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, make_recipe: MakeRecipe) -> None:
+def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, made: Callable[..., Chunk]) -> None:
     names = sorted(set(tokenizer.all_special_tokens))
     evil = f"a {' '.join(names)} b"
-    maker = DocumentMaker(make_recipe("data.max_length=4096").data, tokenizer)
-    chunk = maker.make(Source(path="x"), 0, "messages", [(1, talk("Hi", "Ho")), (2, talk(evil, f"c {evil} d"))])
+    chunk = made(tokenizer, [talk("Hi", "Ho"), talk(evil, f"c {evil} d")])
     at = int(chunk.documents["length"][0])
     marked = " ".join(f"\\{name}" for name in names)
     for colours in (False, True):

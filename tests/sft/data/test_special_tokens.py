@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sft.data.documents import Chunk, RowError
-from sft.data.special_tokens import MARK, SpecialTokens
+from sft.data.special_tokens import MARK
 from sft.data.tokenizer import load_tokenizer
 from sft.recipe.schema import Recipe
 from tests.sft.data.conftest import MODELS, talk, trained_runs
@@ -125,13 +125,3 @@ def test_an_end_token_that_closes_an_answer_is_cut_off(name: str, made: Made, to
     rows = [{"prompt": "1 + 1 =", "completion": f" 2{ending}"} for ending in ("", end)]
     plain, ended = (made(name, [row], "prompt_completion", chat=False) for row in rows)
     assert ended.tokens.tolist() == plain.tokens.tolist()
-
-
-def test_the_end_token_of_another_model_is_cut_off_and_its_tags_are_not(tokenizer_of: TokenizerOf) -> None:
-    special = SpecialTokens(tokenizer_of("demo"))
-    for end in ("<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<eos>", "<end_of_turn>", "<|end|>"):
-        assert special.without_end(f"Hello{end}") == special.without_end(f"Hello{end} \n{end}") == "Hello"
-        assert special.without_end(f"{end}Hello") == f"{end}Hello"
-    for text in ("a <s>struck</s>", "Hello", "", "a|>", "Hello \n"):
-        assert special.without_end(text) == text
-    assert SpecialTokens(tokenizer_of("stories260k_hf")).without_end("Hello</s>") == "Hello"

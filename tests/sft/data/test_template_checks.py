@@ -9,7 +9,7 @@ import pytest
 from sft.data.conversation import Message
 from sft.data.documents import Chunk, RowError
 from sft.data.render import ChatRenderer
-from sft.data.template_checks import checked_sample, note_on_headers
+from sft.data.template_checks import checked_sample
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe
@@ -36,23 +36,15 @@ GOOD = {"marked": MARKED, "unmarked": UNMARKED, "thinking": THINKING}
         ("marked", "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
         ("marked", "{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"),
         ("marked", "m.role == 'assistant'", "m.role == 'assistant' and loop.last"),
-        ("marked", "m.role == 'assistant'", "m.role == 'assistant' and loop.index == 2"),
         ("marked", "m.role == 'assistant'", "m.role != 'system'"),
         ("marked", "{{ m.content }}<|im_end|>{% endg", "{{ messages[1].content }}<|im_end|>{% endg"),
-        ("marked", "{{ m.content }}<|im_end|>{% endg", "{{ m.content }}{% endg"),
-        ("marked", "{{ m.content }}<|im_end|>{% endg", "<|im_end|>{% endg"),
         ("marked", "{% generation %}", "{{ raise_exception('no') }}{% generation %}"),
         # An answer twice, or before its turn
         ("marked", "{%- for m", "{{ messages[-1].content }}{%- for m"),
         ("marked", "{% generation %}", "{{ m.content }} {% generation %}"),
-        ("marked", "{% generation %}", "{% generation %}{{ m.content }} "),
-        ("marked", "{%- for m", "{% if messages[0].role == 'system' %}{{ messages[-1].content }}{% endif %}{%- for m"),
         ("unmarked", "{%- for m", "{{ messages[-1].content }}{%- for m"),
-        ("unmarked", "{{ m.content }}", "{{ m.content }}{{ m.content }}"),
         # Another prompt than is trained
         ("marked", "<|im_start|>assistant", "<|im_start|>model"),
-        ("marked", "<|im_start|>assistant\n", ""),
-        ("marked", "<|im_start|>assistant\n", "<|im_start|>assistant"),
         ("marked", "<|im_start|>assistant\n", "<|im_start|>assistant\nSure: "),
         ("unmarked", "<|im_start|>assistant", "<|im_start|>model"),
         ("thinking", "<|im_start|>assistant", "<|im_start|>model"),
@@ -74,26 +66,6 @@ def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer_of: To
         "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
     )
     checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), template)))
-
-
-@pytest.mark.parametrize("template", [UNMARKED, MARKED])
-def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, tokenizer_of: TokenizerOf) -> None:
-    same = template.replace("{{ m.role }}", "user").replace("<|im_start|>assistant", "<|im_start|>user")
-    with pytest.raises(ModelError, match=r"<\|im_start\|>user.*who speaks"):
-        checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), same)))
-    separated = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), separated)))
-
-
-def test_headers_of_another_family_are_noted(tokenizer_of: TokenizerOf) -> None:
-    tokenizer = tokenizer_of("demo")
-    note = note_on_headers(with_template(tokenizer, UNMARKED.replace("<|im_start|>", "<|start_header_id|>")))
-    assert note is not None
-    assert "<|start_header_id|>" in note
-    assert note_on_headers(tokenizer) is None
-    # Zephyr and Tulu write headers as plain text.
-    zephyr = UNMARKED.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>")
-    assert note_on_headers(with_template(tokenizer, zephyr.replace("<|im_start|>assistant", "<|assistant|>"))) is None
 
 
 # What a template leaves out
@@ -145,30 +117,22 @@ def think(before: str) -> list[Message]:
     return [USER, {"role": "assistant", "content": f"{before}<think>Hm, hm</think>After it"}]
 
 
-EARLIER = thinking("", "Mull two"), thinking("", "Mull two", as_text=True)
 LOST = {
-    "text before reasoning": (("qwen3", "minimind"), think("Before it "), "assistant", "Before it", think("")),
-    "text beside a call": (("llama3_1", "gptoss"), beside("I look it up"), "assistant", "I look it up", beside("")),
+    "text before reasoning": (("qwen3",), think("Before it "), "assistant", "Before it", think("")),
+    "text beside a call": (("llama3_1",), beside("I look it up"), "assistant", "I look it up", beside("")),
     "a second system message": (
-        ("gptoss", "qwen3_vl"),
+        ("gptoss",),
         [SYSTEM, SECOND, USER, ANSWER],
         "system",
         "Second rule.",
         [SYSTEM, USER, ANSWER],
     ),
     "reasoning of earlier turns": (
-        ("nemotron_3_nano", "lfm2_2_5"),
+        ("nemotron_3_nano",),
         thinking("Mull one", "Mull two"),
         "assistant",
         "Mull one",
-        EARLIER[0],
-    ),
-    "reasoning in the text of earlier turns": (
-        ("nemotron_3_nano", "lfm2_2_5"),
-        thinking("Mull one", "Mull two", as_text=True),
-        "assistant",
-        "Mull one",
-        EARLIER[1],
+        thinking("", "Mull two"),
     ),
 }
 """Templates that leave it out, a conversation that has it, whose and what, and the same conversation without."""

@@ -55,37 +55,6 @@ def test_the_end_of_a_turn_is_the_eos_and_not_the_padding(make_recipe: MakeRecip
     assert end_of_turn(tokenizer) == tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-def test_an_eos_that_the_template_does_not_write_gives_way_to_the_one_it_does(
-    make_recipe: MakeRecipe, changed: Callable[..., Path]
-) -> None:
-    """As in Qwen's base models: eos is <|endoftext|>, and turns end with <|im_end|>."""
-    folder = changed(eos_token="<|endoftext|>", pad_token="<|endoftext|>")
-    tokenizer = load(make_recipe, folder)
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "eos"),
-    [
-        ("qwen3", [], "<|im_end|>"),
-        ("minimind", [], "<|im_end|>"),
-        ("stories260k_hf", ["model.chat_template=plain", "model.pad_token=<unk>"], "</s>"),
-        (
-            "gpt2",
-            ["model.chat_template=plain", "model.new_tokens=[<|pad|>]", "model.pad_token=<|pad|>"],
-            "<|endoftext|>",
-        ),
-        ("gpt2", ["model.new_tokens=[<|pad|>]", "model.pad_token=<|pad|>"], "<|endoftext|>"),
-    ],
-)
-def test_the_real_tokenizers_learn_to_stop(
-    name: str, overrides: list[str], eos: str, real_model: RealModel, make_recipe: MakeRecipe
-) -> None:
-    tokenizer = load(make_recipe, real_model(name), *overrides)
-    assert tokenizer.eos_token == eos
-    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-
-
 def test_without_a_chat_template_the_eos_ends_what_is_trained(
     make_recipe: MakeRecipe, changed: Callable[..., Path]
 ) -> None:
@@ -216,12 +185,7 @@ def test_a_tokenizers_templates_are_not_written_by_the_names_they_give_themselve
 @pytest.mark.parametrize(
     "escape",
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__['os'].system('touch MARK') }}",
-        "{{ strftime_now.__globals__['os'].system('touch MARK') }}",
-        "{{ messages.append(messages) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ 'a' * 10 ** 17 }}",
     ],
 )
 def test_a_template_is_a_foreign_program_and_renders_in_a_sandbox(

@@ -2,10 +2,9 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from sft.data.documents import Chunk, DocumentMaker
+from sft.data.documents import DocumentMaker
 from sft.data.readers import BadRow
 from sft.data.tokenizer import load_tokenizer
 from sft.data.workers import made_chunks
@@ -35,18 +34,6 @@ def maker(make_recipe: MakeRecipe) -> DocumentMaker:
 
 def numbered(rows: list[Any]) -> Iterator[tuple[int, Any]]:
     return iter(enumerate(rows, start=1))
-
-
-def together(made: list[Chunk]) -> tuple[Any, ...]:
-    """Everything that is kept of chunks, as one."""
-    first, *others = made
-    counts, findings = first.counts, first.findings
-    for chunk in others:
-        counts.merge(chunk.counts)
-        findings.merge(chunk.findings)
-    arrays = (np.concatenate([getattr(chunk, name) for chunk in made]) for name in ("tokens", "trained", "documents"))
-    dropped = (counts.dropped_rows, counts.dropped_tokens, counts.lengths.tolist())
-    return (*(array.tobytes() for array in arrays), counts.rows_in, *dropped, findings.counts, findings.rows)
 
 
 def test_rows_are_read_only_as_far_as_the_workers_need_them(

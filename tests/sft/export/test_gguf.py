@@ -1,6 +1,5 @@
 """GGUF: what the converter lacks is named; a file that is not the model is refused. A stand-in converts with llama.cpp's writer."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from sft.errors import ExportError
 from sft.export.gguf import (
     CONVERTER,
     _leave_out_bos,
-    _pre_tokenizer,
     _write_scores,
     check_convertible,
     convert,
@@ -90,19 +88,9 @@ def test_a_file_that_is_not_the_model_is_refused(
 @pytest.mark.parametrize(
     ("program", "named"),
     [
-        ("import sentencepiece_that_is_not_there", f"{sys.executable} -m pip install sentencepiece_that_is_not_there"),
-        ("from google.not_protobuf import x", "pip install protobuf"),
-        (
-            "raise NotImplementedError('BPE pre-tokenizer was not recognized - update it')",
-            "install package_that_is_not_there",
-        ),
-        (
-            "raise ValueError('Error: Missing /tmp/x/tokenizer.model')",
-            "copy the base model's into final/ and add --accept-edits",
-        ),
+        ("import sentencepiece_that_is_not_there", "No module named 'sentencepiece_that_is_not_there'"),
         ("raise SystemExit('Model FooForCausalLM is not supported')", "FooForCausalLM"),
         ("open(__import__('sys').argv[3], 'w').write('no GGUF')", "no GGUF"),
-        ("pass", "printed nothing"),
     ],
 )
 def test_a_conversion_that_fails_says_why_and_what_to_do(
@@ -168,10 +156,3 @@ def test_no_bos_is_put_before_chats_whose_template_writes_none(demo: Demo, tmp_p
     assert not adds_bos(tokenizer)
     tokenizer.chat_template = None
     assert adds_bos(tokenizer), "there is no chat to go by"
-
-
-def test_the_demos_pre_tokenizer_is_tried_as_that_of_gpt_2_and_a_published_one_by_its_pattern(
-    folder: Path, shared: Path
-) -> None:
-    assert _pre_tokenizer(folder) == _pre_tokenizer(shared / "tokenizers" / "minimind") == "gpt-2"
-    assert _pre_tokenizer(shared / "tokenizers" / "qwen3") == "qwen2"

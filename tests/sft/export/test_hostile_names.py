@@ -33,9 +33,7 @@ def run(tmp_path: Path, demo: Demo) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "name", ["../../../x", "../x", "/tmp/x", "a/b", "..", ".hidden", "a\nrm", "\x1b[2J", "a\u202eb", 7, ["a"]]
-)
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "..", ".hidden", "a\nrm", "a\u202eb", 7])
 def test_a_recipes_name_in_run_json_is_a_files_name(
     name: object, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,12 +43,6 @@ def test_a_recipes_name_in_run_json_is_a_files_name(
     with pytest.raises(RunError, match=r"run\.json: recipe: .* cannot be the name of a recipe's file"):
         main([str(run.path), "--to", "merged"])
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("name", ['it\'s "mine"', "größe-中文", "a b", "x.y", "-rf"])
-def test_other_names_are_taken(name: str, run: Run) -> None:
-    run.update(recipe=name)
-    assert find_exported(run, None).title == name
 
 
 @pytest.mark.parametrize("part", ["run", "recipe"])

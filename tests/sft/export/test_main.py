@@ -12,7 +12,7 @@ import yaml
 from sft.checkpoint.final import complete_config
 from sft.checkpoint.manifest import write_manifest
 from sft.errors import ExportError, UserError
-from sft.export.main import main, parse_command_line
+from sft.export.main import main
 from sft.export.model import check_logits, check_output, check_private, model_files
 from sft.export.model_card import metadata, write_card
 from sft.export.ollama import check_architecture, check_vocabulary
@@ -35,6 +35,7 @@ version: 3
 output_dir: /data/secret/outputs
 model: {name_or_path: "builtin:demo"}
 data: {train: [{path: /data/secret/chats.jsonl}, {path: owner/dataset}], max_length: 128}
+eval: {system_instruction: "/no_think Say yes/no/maybe.", server: {base_url: "http://secret:8000/v1"}}
 train: {global_batch_size: 8, deepspeed: zero2}
 tracking: {report_to: [wandb], project: my-company}
 """
@@ -69,8 +70,6 @@ def test_mistakes_on_the_command_line_are_told_before_anything_is_read(run: Run,
     assert "did you mean `vllm`?" in refused(run.path, "--to", "vlm")
     assert "--gpus belongs to --to vllm" in refused(run.path, "--to", "merged", "--gpus", "2")
     assert "--dry-run belongs to --to hub" in refused(run.path, "--to", "vllm", "--dry-run")
-    assert "required" in refused(run.path)
-    assert "invalid int" in refused(run.path, "--to", "merged", "--checkpoint", "last")
     assert "does not exist" in refused(tmp_path / "nothing", "--to", "merged")
     assert "no run.json" in refused(tmp_path, "--to", "merged")
     assert f"Name the run, {run.path}" in refused(run.final, "--to", "merged")
@@ -96,9 +95,6 @@ def test_a_damaged_checkpoint_and_a_missing_tokenizer_are_refused(run: Run) -> N
 def test_a_place_that_exists_or_lies_in_the_run_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="exists"):
         check_output(tmp_path, run.path)
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(ExportError, match="exists"):
-        check_output(tmp_path / "link", run.path)
     with pytest.raises(ExportError, match="inside the run"):
         check_output(run.path / "export", run.path)
     (tmp_path / "file").touch()
@@ -146,14 +142,7 @@ def test_config_json_says_how_positions_rotate_in_the_words_of_both_generations(
 
 @pytest.mark.parametrize(
     ("heads", "of_keys", "width", "here", "size"),
-    [
-        (32, 8, 64, 8, 8),
-        (32, 8, 64, 6, 4),
-        (28, 4, 56, 8, 4),
-        (14, 2, None, 8, 2),
-        (9, 3, 9, 2, 1),
-        (14, 2, 4864, 14, 2),
-    ],
+    [(32, 8, 64, 6, 4), (28, 4, 56, 8, 4), (14, 2, None, 8, 2), (9, 3, 9, 2, 1)],
 )
 def test_as_many_gpus_as_divide_the_model_serve(
     heads: int, of_keys: int, width: int | None, here: int, size: int
@@ -212,6 +201,7 @@ def test_a_recipe_is_shown_without_places_trackers_and_keys(run: Run) -> None:
     values = yaml.safe_load(shown)
     assert [one["path"] for one in values["data"]["train"]] == ["chats.jsonl", "owner/dataset"]
     assert values["train"] == {"global_batch_size": 8, "deepspeed": "zero2"}
+    assert values["eval"] == {"system_instruction": "/no_think Say yes/no/maybe."}
     assert "secret" not in shown
     assert "my-company" not in shown
 
@@ -221,7 +211,6 @@ def test_the_cards_head_names_only_what_the_hub_knows(run: Run) -> None:
     assert head["datasets"] == ["owner/dataset"]
     assert head["license"] == "apache-2.0"
     assert "base_model" not in head, "the demo is on no hub"
-    assert metadata(find_exported(run, None), None).to_dict().get("license") is None
     text = run.recipe_file.read_text().replace("builtin:demo", "owner/model")
     run.recipe_file.write_text(text)
     assert metadata(find_exported(run, None), None).to_dict()["base_model"] == "owner/model"
@@ -262,8 +251,3 @@ def test_a_place_or_a_key_in_what_would_be_handed_over_ends_it(planted: str, run
     with pytest.raises(ExportError, match=r"tokenizer_config.json") as told:
         check_private(source, tmp_path / "export")
     assert "hf_aaaaaaaa" not in str(told.value)
-
-
-def test_options_are_not_abbreviated() -> None:
-    with pytest.raises(ExportError, match="unrecognized"):
-        parse_command_line(["run", "--to", "hub", "--dry"])

@@ -35,13 +35,6 @@ def test_the_demo_is_the_same_bytes_wherever_and_however_often_it_is_made(tmp_pa
     assert {"model/model.safetensors", "model/tokenizer.json", "train.jsonl", "task/test.jsonl"} <= one.keys()
 
 
-def test_nothing_is_made_twice_and_nothing_half_made_is_left(outputs: Path, demo: Demo) -> None:
-    before = (demo.model / "model.safetensors").stat().st_mtime_ns
-    assert make_demo(outputs) == demo
-    assert (demo.model / "model.safetensors").stat().st_mtime_ns == before
-    assert [path.name for path in (outputs / ".builtin").iterdir()] == [f"demo-{VERSION}"]
-
-
 def test_the_task_finds_its_rows_after_the_folder_was_moved(tmp_path: Path) -> None:
     make_demo(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")

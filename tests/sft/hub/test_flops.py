@@ -69,9 +69,8 @@ def test_a_step_of_a_model_of_3b_counts_body_head_and_attention() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("config", [Qwen2Config, LlamaConfig, MistralConfig])
-def test_the_input_embedding_counts_nothing_and_the_head_once(config: Any, tied: bool) -> None:
-    weights = matmul_weights(model_of(config(**SMALL, tie_word_embeddings=tied)))
+def test_the_input_embedding_counts_nothing_and_the_head_once(tied: bool) -> None:
+    weights = matmul_weights(model_of(Qwen2Config(**SMALL, tie_word_embeddings=tied)))
     assert weights == Matmuls(trained=BODY, head_trained=HEAD)
 
 
@@ -91,7 +90,7 @@ def test_of_experts_those_that_a_token_is_routed_to_count() -> None:
     assert matmul_weights(model_of(config)) == Matmuls(trained=3 * (QKVO + router + 2 * expert), head_trained=HEAD)
 
 
-@pytest.mark.parametrize("length", [1, 5, 6, 7, 40])
+@pytest.mark.parametrize("length", [5, 40])
 def test_a_window_takes_its_band(length: int) -> None:
     window = 6
     pairs = sum(min(place, window) for place in range(1, length + 1))
@@ -102,9 +101,7 @@ def test_a_window_takes_its_band(length: int) -> None:
 
 def test_layers_have_the_windows_of_the_configuration() -> None:
     assert attention_layers(LlamaConfig(**SMALL)) == (AttentionLayers(3, 32),)
-    assert attention_layers(Qwen2Config(**SMALL)) == (AttentionLayers(3, 32),)
     assert attention_layers(MistralConfig(**SMALL, sliding_window=7)) == (AttentionLayers(3, 32, 7),)
-    assert attention_layers(MistralConfig(**SMALL, sliding_window=None)) == (AttentionLayers(3, 32),)
     half = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=2)
     assert attention_layers(half) == (AttentionLayers(2, 32), AttentionLayers(1, 32, 5))
     gemma = Gemma3TextConfig(**SMALL | {"num_hidden_layers": 6}, head_dim=16, sliding_window=9)

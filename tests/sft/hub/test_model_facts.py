@@ -16,7 +16,7 @@ from sft.data.sources import source_files
 from sft.errors import DataError, ModelError
 from sft.hub import model_facts
 from sft.hub.demo import Demo
-from sft.hub.model_facts import Architecture, ModelFacts, empty_model, inspect_model, read_architecture
+from sft.hub.model_facts import Architecture, empty_model, inspect_model, read_architecture
 from sft.hub.names import model_path
 from sft.recipe.schema import REPOSITORY, Recipe
 
@@ -73,7 +73,7 @@ def test_adapters_are_not_taken_for_a_model(change: Callable[..., Path], make_re
         model_path(make_recipe(f"model.name_or_path={folder}"))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "", "\xff", "{}", '{"model_type": "no_such_type"}'])
+@pytest.mark.parametrize("text", ["[]", "\xff", '{"model_type": "no_such_type"}'])
 def test_a_config_that_is_none_is_one_message(text: str, change: Callable[..., Path], make_recipe: MakeRecipe) -> None:
     folder = change()
     (folder / "config.json").write_text(text, encoding="latin-1")
@@ -84,10 +84,7 @@ def test_a_config_that_is_none_is_one_message(text: str, change: Callable[..., P
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"hidden_act": "swiglu"}, "'swiglu'"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "ntk"),
-        ({"pad_token_id": 544}, "pad_token_id=544 is not below vocab_size=544"),
-        ({"vocab_size": "many"}, "vocab_size"),
         ({"model_type": "bert"}, "is an encoder"),
         ({"model_type": "bart"}, "is an encoder-decoder"),
     ],
@@ -97,11 +94,6 @@ def test_a_config_that_no_decoder_can_be_built_from_is_one_message(
 ) -> None:
     with pytest.raises(ModelError, match=f"model.name_or_path=.*{told}"):
         inspect_model(make_recipe(f"model.name_or_path={change(**settings)}"))
-
-
-def test_what_the_hub_would_have_to_tell_is_left_open_for_a_plan(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("model.name_or_path=some-owner/no-such-model")
-    assert inspect_model(recipe, to_run=False) == ModelFacts("some-owner/no-such-model")
 
 
 def test_a_cached_hub_model_is_known_by_its_commit(
@@ -139,7 +131,7 @@ def test_what_is_known_of_a_model_is_kept_and_torch_imported_once(
     assert done.stdout == "False\n", done.stderr
 
 
-@pytest.mark.parametrize("kind", ["gemma3n_text", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma3", "gpt2", "lfm2"])
+@pytest.mark.parametrize("kind", ["gemma3n_text", "deepseek_v3", "gpt_oss", "gpt2"])
 def test_what_is_kept_of_any_model_is_what_was_found(
     kind: str, change: Callable[..., Path], make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +144,7 @@ def test_what_is_kept_of_any_model_is_what_was_found(
     assert found.config == settings
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "phi3", "smollm3", "olmo2"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "phi3"])
 def test_an_ordinary_decoder_has_nothing_special(kind: str) -> None:
     found = architecture(kind)
     assert found == Architecture(head_dim=found.head_dim, tensor_plan=found.tensor_plan)
@@ -162,8 +154,6 @@ def test_an_ordinary_decoder_has_nothing_special(kind: str) -> None:
     ("kind", "settings", "found"),
     [
         ("mamba", {}, {"recurrent": True}),
-        ("qwen3_next", {}, {"recurrent": True}),
-        ("bamba", {}, {"recurrent": True}),
         ("qwen2_moe", {}, {"mask_only": True}),
         # tests/sft/train/test_isolation_probe.py measures that opt and falcon leak, and that gpt2 does not.
         ("opt", {}, {"blind_mask": True}),
@@ -171,10 +161,8 @@ def test_an_ordinary_decoder_has_nothing_special(kind: str) -> None:
         ("gpt2", {"attn_pdrop": 0.1}, {"blind_mask": False, "has_interface": True, "tensor_plan": set(), "dropout": 0.1}),
         ("gpt_oss", {}, {"sinks": True, "softcap": False}),
         ("gemma2", {}, {"sinks": False, "softcap": True}),
-        ("gemma2", {"attn_logit_softcapping": None}, {"softcap": False}),
         ("gptj", {}, {"has_interface": False}),
         ("llama", {"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16, "tensor_plan": {"colwise", "rowwise"}}),
-        ("llama", {"attention_dropout": 0.1}, {"dropout": 0.1}),
         ("deepseek_v3", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, {"head_dim": 192, "value_head_dim": 128}),
         ("qwen3", {}, {"tensor_plan": {"colwise", "rowwise", "replicated_with_grad_allreduce"}}),
     ],
@@ -189,10 +177,8 @@ def test_how_a_model_attends_is_read_from_its_class_and_configuration(
 @pytest.mark.parametrize(
     ("kind", "settings", "window"),
     [
-        ("mistral", {"sliding_window": 64}, 64),
         ("qwen2", {"sliding_window": 64}, None),  # unless use_sliding_window is set
         ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
-        ("llama", {}, None),
     ],
 )
 def test_a_window_counts_where_layers_have_it(
@@ -201,13 +187,6 @@ def test_a_window_counts_where_layers_have_it(
     assert (
         inspect_model(make_recipe(f"model.name_or_path={change(model_type=kind, **settings)}")).sliding_window == window
     )
-
-
-@pytest.mark.parametrize(
-    ("width", "values", "fits"), [(None, None, True), (72, None, True), (264, None, False), (192, 128, False)]
-)
-def test_which_heads_flash_attention_computes(width: int | None, values: int | None, fits: bool) -> None:
-    assert Architecture(head_dim=width, value_head_dim=values).one_kernel == fits
 
 
 @pytest.mark.parametrize(
@@ -222,13 +201,7 @@ def test_a_name_that_can_be_nothing_is_refused_without_the_hub(name: str, words:
         source_files(recipe.sources[0], recipe.output_dir)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        *((kind, True) for kind in ("qwen2", "llama", "gemma3_text")),
-        *((kind, False) for kind in ("gpt2", "opt", "gpt_neox", "falcon", "stablelm", "starcoder2")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "expected"), [("qwen2", True), ("gpt2", False)])
 def test_types_that_liger_has_kernels_for(
     kind: str, expected: bool, change: Callable[..., Path], make_recipe: MakeRecipe
 ) -> None:

@@ -31,10 +31,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 BROKEN: dict[str, Callable[[bytes], bytes | None]] = {
     "is missing": lambda whole: None,
-    "is empty": lambda whole: b"",
-    "Git LFS": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n",
-    "holds no weights: .*<!doctype": lambda whole: b"<!doctype html>" * 99,
     "was cut off": lambda whole: whole[: len(whole) // 2],
+    "Git LFS": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n",
 }
 
 
@@ -46,14 +44,6 @@ def test_broken_weights_are_refused(words: str, folder: Path) -> None:
     weights.unlink() if content is None else weights.write_bytes(content)
     with pytest.raises(ModelError, match=rf"{weights.name} .*{words}.*again"):
         check_weight_files(folder, {})
-
-
-@pytest.mark.parametrize("change", [lambda whole: whole + b"0", lambda whole: whole[:8] + b"{" * (len(whole) - 8)])
-def test_a_header_that_does_not_fit_its_file_is_refused(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    save_file({"w": np.zeros(99, np.float16)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").write_bytes(change((tmp_path / "model.safetensors").read_bytes()))
-    with pytest.raises(ModelError, match=r"damaged"):
-        check_weight_files(tmp_path, {})
 
 
 def test_none_and_two_sets_of_weights_are_refused(folder: Path) -> None:

@@ -4,18 +4,11 @@ import numpy as np
 import pytest
 
 from sft.hub.model_facts import ModelFacts
-from sft.init.choose import Size, choose_length, choose_steps, choose_weights
+from sft.init.choose import choose_length, choose_steps, choose_weights
 from sft.init.draft import Draft
-from sft.init.tokens import Tokenized
 from sft.plan.hardware import Hardware, described_hardware
 
 CPU = Hardware(None, 1, 1, 8, 64.0)
-
-
-def size(lengths: list[int], rows: int | None = None, first_target: int = 1) -> Size:
-    array = np.array(lengths)
-    sample = Tokenized(array, np.full(len(array), first_target), array // 2, 0, "", {})
-    return Size(rows or len(lengths), rows is None, sample)
 
 
 def model(parameters: float, positions: int | None = 32768) -> ModelFacts:
@@ -50,13 +43,6 @@ def test_all_weights_are_trained_where_they_fit_and_the_rate_is_one_for_them(
     assert (recipe.train.parallel == "auto") == (machine.ranks > 1)
 
 
-@pytest.mark.parametrize("engine", ["train.fsdp={}", "train.deepspeed=zero3"])
-def test_an_engine_that_is_given_stays_the_only_one(engine: str) -> None:
-    draft = Draft([engine])
-    choose_weights(draft, described_hardware("8x80GB"), model(7e9))
-    assert draft.recipe().train.parallel is None
-
-
 @pytest.mark.parametrize(("parameters", "quantization"), [(7e9, None), (14e9, "nf4"), (70e9, None)])
 def test_the_base_is_quantized_where_adapters_fit_only_then(parameters: float, quantization: str | None) -> None:
     draft = Draft(["data.max_length=2048"])
@@ -72,29 +58,27 @@ def test_what_fits_in_no_way_on_the_gpu_goes_to_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "positions", "first_target", "chosen"),
+    ("lengths", "positions", "chosen"),
     [
-        ([100] * 99 + [140], 32768, 1, (192, "drop")),  # the longest too
-        ([100] * 100 + [5000], 32768, 1, (128, "drop")),  # one row of a hundred does not decide
-        ([900] * 100, 512, 1, (512, "truncate")),
-        ([900] * 100, 512, 700, (512, "split")),
-        ([50_000] * 100, None, 1, (4096, "truncate")),
+        ([100] * 99 + [140], 32768, (192, "drop")),  # the longest too
+        ([100] * 100 + [5000], 32768, (128, "drop")),  # one row of a hundred does not decide
+        ([900] * 100, 512, (512, "split")),
     ],
 )
 def test_the_rows_decide_the_length_within_the_positions_of_the_model(
-    lengths: list[int], positions: int | None, first_target: int, chosen: tuple[int, str]
+    lengths: list[int], positions: int | None, chosen: tuple[int, str]
 ) -> None:
     draft = Draft()
-    choose_length(draft, size(lengths, first_target=first_target), model(1e9, positions))
+    choose_length(draft, np.array(lengths), model(1e9, positions))
     data = draft.recipe().data
     assert (data.max_length, data.overlong) == chosen
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("rows", [2, 30, 500, 20_000, 1_000_000])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("rows", [2, 500, 1_000_000])
 def test_any_number_of_gpus_divides_the_batch_and_there_are_enough_steps(ranks: int, rows: int) -> None:
     draft = Draft(["data.max_length=128"])
-    steps = choose_steps(draft, size([100] * min(rows, 1000), rows), ranks)
+    steps = choose_steps(draft, np.full(min(rows, 1000), 100), rows, ranks)
     batch = draft.recipe().train.global_batch_size
     assert batch is not None
     assert batch % ranks == 0
@@ -104,11 +88,11 @@ def test_any_number_of_gpus_divides_the_batch_and_there_are_enough_steps(ranks: 
 
 def test_few_packs_are_not_packed() -> None:
     draft = Draft(["data.max_length=1024"])
-    steps = choose_steps(draft, size([20] * 40), 1)
+    steps = choose_steps(draft, np.full(40, 20), 40, 1)
     assert not draft.recipe().data.packing
     assert steps > 50
 
 
 def test_the_steps_follow_a_batch_that_is_given() -> None:
     draft = Draft(["data.max_length=128", "train.global_batch_tokens=1280"])
-    assert choose_steps(draft, size([128] * 100), 1) == 30
+    assert choose_steps(draft, np.full(100, 128), 100, 1) == 30

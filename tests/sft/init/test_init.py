@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -70,7 +68,6 @@ def chat(question: str, answer: str, *before: dict[str, str], roles: tuple[str, 
         ("a.csv", csv("prompt,completion", QUESTIONS), {}),
         ("a.csv", csv("id,User Query,bot_reply", [(str(at), *row) for at, row in enumerate(QUESTIONS)]),
          {"prompt": "User Query", "completion": "bot_reply"}),
-        ("a.csv", csv("left,right", QUESTIONS), {"prompt": "left", "completion": "right"}),
         ("a.json", json.dumps([{"context": "A map.", "question": q, "answer": a} for q, a in QUESTIONS]),
          {"instruction": "question", "input": "context", "output": "answer"}),
         ("a.jsonl", jsonl([{"instruction": q, "input": "", "output": a} for q, a in QUESTIONS]), {}),
@@ -78,8 +75,6 @@ def chat(question: str, answer: str, *before: dict[str, str], roles: tuple[str, 
          {"input": "context"}),
         ("a.jsonl", jsonl([{"id": q, "system_prompt": "Hi.", "question": q, "response": a} for q, a in QUESTIONS]),
          {"prompt": "question", "completion": "response", "system": "system_prompt"}),
-        ("a.csv", csv("prompt_id,instruction_text,answer_text", [("x", *pair) for pair in QUESTIONS]),
-         {"prompt": "instruction_text", "completion": "answer_text"}),
         ("a.jsonl", jsonl([{"dialog": chat(q, a)["messages"]} for q, a in QUESTIONS]), {"messages": "dialog"}),
     ],
 )  # fmt: skip
@@ -87,11 +82,6 @@ def test_the_columns_are_found(init: Init, name: str, content: str, columns: dic
     recipe = init(name, content)
     assert recipe.sources[0].columns == columns
     assert recipe.held_out_sources[0].columns == columns
-
-
-def test_parquet_is_read(init: Init, tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([chat(*pair) for pair in QUESTIONS]), tmp_path / "a.parquet")
-    assert init("a.parquet").data.train == "a.parquet"
 
 
 def test_a_label_beside_a_text_is_the_answer_and_the_task_chooses_among_the_labels(init: Init) -> None:
@@ -103,33 +93,25 @@ def test_a_label_beside_a_text_is_the_answer_and_the_task_chooses_among_the_labe
     assert all(dict(rows)[one["question"]] == one["choices"][one["gold"]] for one in documents)
 
 
-def test_short_answers_are_compared_as_they_are(init: Init) -> None:
-    init("a.csv", csv("question,answer", QUESTIONS))
-    config, documents = task()
-    assert config["metric_list"][0]["metric"] == "exact_match"
-    assert all((one["question"], one["answer"]) in QUESTIONS for one in documents)
-
-
 def test_dates_stay_texts(init: Init) -> None:
     rows = [(f"When was meeting {number}?", f"2024-01-{number % 28 + 1:02}") for number in range(60)]
     init("a.csv", csv("question,answer", rows))
-    assert all(dict(rows)[one["question"]] == one["answer"] for one in task()[1])
+    assert all(dict(rows)[one["question"]] == one["choices"][one["gold"]] for one in task()[1])
 
 
-def test_long_answers_are_chosen_among_those_of_other_rows(init: Init) -> None:
-    rows = [(question, f"{answer} is far away. " * 4) for question, answer in QUESTIONS]
-    init("a.jsonl", jsonl([chat(*row) for row in rows]))
+def test_an_answer_is_chosen_among_those_of_other_rows(init: Init) -> None:
+    init("a.jsonl", jsonl([chat(*row) for row in QUESTIONS]))
     _, documents = task()
-    answers = {question: answer.strip() for question, answer in rows}
+    answers = dict(QUESTIONS)
     assert {len(set(one["choices"])) for one in documents} == {4}
     assert all(answers[one["question"]] == one["choices"][one["gold"]] for one in documents)
     assert len({one["gold"] for one in documents}) > 1
 
 
-def test_plain_text_is_measured_in_bits_per_byte(init: Init) -> None:
+def test_plain_text_has_no_task(init: Init) -> None:
     recipe = init("a.jsonl", jsonl([{"text": f"Once upon a time there were {n} boats."} for n in range(60)]))
-    assert task()[0]["output_type"] == "loglikelihood_rolling"
-    assert recipe.eval.tasks
+    assert recipe.data.held_out
+    assert recipe.eval.tasks == ()
 
 
 def test_a_system_message_of_all_rows_is_that_of_the_evaluation(init: Init) -> None:
@@ -149,16 +131,7 @@ def test_rows_of_the_eval_split_are_rows_of_the_data(init: Init) -> None:
     assert all(row in rows for row in held_out)
 
 
-def test_a_folder_with_a_validation_file_brings_its_own_split(init: Init, tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "validation.csv").write_text(csv("prompt,completion", QUESTIONS[:12]))
-    (tmp_path / "d" / "train.csv").write_text(csv("prompt,completion", QUESTIONS[12:]))
-    recipe = init("d")
-    assert recipe.held_out_sources[0].split == "validation"
-    assert {one["question"] for one in task()[1]} == {question for question, _ in QUESTIONS[:12]}
-
-
-@pytest.mark.parametrize("count", [1, 2, 19])
+@pytest.mark.parametrize("count", [1, 19])
 def test_few_rows_are_all_trained(init: Init, count: int) -> None:
     recipe = init("a.csv", csv("prompt,completion", QUESTIONS[:count]))
     assert (recipe.data.held_out, recipe.eval.tasks) == (None, ())
@@ -185,11 +158,6 @@ def test_columns_can_be_named(init: Init) -> None:
     assert recipe.sources[0].columns == {"prompt": "b", "completion": "c"}
 
 
-def test_a_guess_is_said(init: Init, capsys: pytest.CaptureFixture[str]) -> None:
-    init("a.csv", csv("left,right", QUESTIONS))
-    assert "Check data.train: format prompt_completion, guessed" in capsys.readouterr().out
-
-
 # The tokenizer
 
 
@@ -203,21 +171,6 @@ def test_a_tokenizer_without_template_and_padding_gets_both(init: Init, demo: De
     assert (recipe.model.chat_template, recipe.model.pad_token) == ("chatml", "<|endoftext|>")
 
 
-def test_a_template_that_shows_only_the_last_turns_reasoning_trains_the_last_turn(
-    init: Init, demo: Demo, tmp_path: Path
-) -> None:
-    model = shutil.copytree(demo.model, tmp_path / "model")
-    template = (model / "chat_template.jinja").read_text()
-    thinks = "{% generation %}{% if loop.last and message['reasoning_content'] %}{{ message['reasoning_content'] }}{% endif %}"
-    (model / "chat_template.jinja").write_text(template.replace("{% generation %}", thinks))
-    turns = [[*chat("Hi", "Hello")["messages"], *chat(*pair)["messages"]] for pair in QUESTIONS]
-    thought = [
-        [turn | ({"reasoning_content": "Hm."} if at % 2 else {}) for at, turn in enumerate(row)] for row in turns
-    ]
-    recipe = init("a.jsonl", jsonl([{"messages": row} for row in thought]), model=str(model))
-    assert (recipe.model.chat_template, recipe.data.loss_on) == (None, "last_assistant")
-
-
 def test_a_template_that_renders_no_row_is_not_replaced_in_silence(init: Init, demo: Demo, tmp_path: Path) -> None:
     model = shutil.copytree(demo.model, tmp_path / "model")
     (model / "chat_template.jinja").write_text(
@@ -225,18 +178,9 @@ def test_a_template_that_renders_no_row_is_not_replaced_in_silence(init: Init, d
         + (model / "chat_template.jinja").read_text()
     )
     content = jsonl([chat(*pair, {"role": "system", "content": "Be brief."}) for pair in QUESTIONS])
-    with pytest.raises(UserError, match=r"row 1.*No system.*model\.chat_template=plain"):
+    with pytest.raises(UserError, match=r"(?s)row 1.*No system"):
         init("a.jsonl", content, model=str(model))
     assert init("a.jsonl", content, "model.chat_template=chatml", model=str(model)).model.chat_template == "chatml"
-
-
-def test_rows_that_are_too_long_are_cut_and_those_whose_answer_is_far_behind_split(init: Init) -> None:
-    long = "a word " * 900
-    rows = [{"prompt": f"{number}?", "completion": f"{long}{number}"} for number in range(30)]
-    recipe = init("a.jsonl", jsonl(rows))
-    assert (recipe.data.max_length, recipe.data.overlong) == (1024, "truncate")
-    rows = [{"prompt": f"{number}? {long}", "completion": f"Yes {number}."} for number in range(30)]
-    assert init("b.jsonl", jsonl(rows), output=Path("b.yaml")).data.overlong == "split"
 
 
 def test_a_few_bad_rows_are_left_out_and_named(init: Init) -> None:
@@ -251,29 +195,15 @@ def test_a_few_bad_rows_are_left_out_and_named(init: Init) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", "", ["holds no rows"]),
         ("a.csv", "prompt,completion\n", ["holds no rows"]),
-        ("a.csv", 'prompt,completion\n"a,b\nc,d\n', ["cannot be read as csv", "quote"]),
-        ("a.csv", "prompt,prompt\na,b\n", ["more than one column prompt"]),
-        ("a.csv", ",prompt,completion\n0,a,b\n", ["column 1", "no name"]),
-        ("a.csv", "What is 2+2?,It is four.\nWhy?,Because.\n", ["reads like a row", "prompt,completion"]),
-        ("a.csv", "In which city does the tower of Eiffel stand,Paris it is of course\nAnd Big Ben,London\n", ["reads like a row"]),
-        ("a.jsonl", jsonl([{"text": "x", "label": 1}]), ["--columns text=text", "`label`", "numbers"]),
         ("a.csv", csv("a,b,c", [("x", "y", "z")]), ["Found: a, b, c", "--columns prompt=NAME"]),
-        ("a.csv", "prompt,completion\nCaf\xe9,x\n".encode("latin-1"), ["not UTF-8"]),
-        ("a.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00", ["a.jsonl"]),
-        ("a.xlsx", b"PK\x03\x04", ["not a data file", ".csv"]),
         ("missing.csv", None, ["no file or folder missing.csv"]),
         ("a.jsonl", jsonl([{"chosen": "x", "rejected": "y"}]), ["preference data"]),
-        ("a.jsonl", jsonl([chat("Hola", "Buenas", roles=("usuario", "asistente"))] * 3),
-         ["usuario (3), most likely user", "asistente (3), most likely assistant"]),
-        ("a.jsonl", jsonl([chat(*pair) | {"images": ["a.png"]} for pair in QUESTIONS]), ["60 of its first 60 rows", "images are not"]),
-        ("a.jsonl", jsonl([chat("Hi", "Hello")] * 30), ["identical to an earlier one", "data.allow="]),
+        ("a.jsonl", jsonl([chat("Hola", "Buenas", roles=("usuario", "asistente"))] * 3), ["row 1: unknown role 'usuario'"]),
         ("a.csv", csv("text,label", [(q, "yes") for q, _ in QUESTIONS]), ["the same answer", "data.allow=[same_answer]"]),
-        ("a.jsonl", jsonl([chat("Hi", "")] * 3), ["none of its 3 rows can be trained", "no answer"]),
+        ("a.jsonl", jsonl([chat("Hi", "")] * 3), ["all 3 rows were dropped", "no answer"]),
         ("a.jsonl", "{\n" * 3, ["holds no rows that can be read", "line 1"]),
-        ("a.jsonl", jsonl([{"text": "x", "n": 1}] * 2) + "{broken\n" * 2, ["too many of its 4 rows", "2 x bad row", "line 3"]),
-        ("a.jsonl", jsonl([chat(q, f"Dear {{{{name}}}}, {a}") for q, a in QUESTIONS]), ["placeholder", "data.allow=[placeholder]"]),
+        ("a.jsonl", jsonl([{"text": "x", "n": 1}] * 2) + "{broken\n" * 2, ["2 of 4 rows (50.0%) were dropped", "2 bad row", "line 3"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_one_message_and_no_file(
@@ -294,21 +224,7 @@ def test_all_that_is_missing_is_said_at_once(init: Init) -> None:
     assert not [word for word in named if word not in str(raised.value)], str(raised.value)
 
 
-def test_nothing_is_overwritten(init: Init) -> None:
-    content = csv("prompt,completion", QUESTIONS)
-    init("a.csv", content)
-    before = Path("recipe.yaml").read_text()
-    with pytest.raises(UserError, match=r"recipe.yaml and recipe_eval exist already"):
-        init("a.csv", content)
-    assert Path("recipe.yaml").read_text() == before
-
-
 def test_what_would_not_start_is_not_left_behind(init: Init, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="global_batch_size=3"):
         init("a.csv", csv("prompt,completion", QUESTIONS), "train.global_batch_size=3", gpus="2x80GB")
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
-
-
-def test_the_data_is_the_argument(init: Init) -> None:
-    with pytest.raises(UserError, match=r"data\.train: leave it out"):
-        init("a.csv", csv("prompt,completion", QUESTIONS), "data.train=b.csv")

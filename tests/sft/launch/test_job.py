@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from sft.cli import run
-from sft.data.facts import DataFacts
 from sft.data.prepare import prepare
 from sft.errors import ModelError
 from sft.launch.job import open_job
@@ -20,17 +19,6 @@ CPU = Hardware(None, 1, 1, 2, 16.0)
 def path(recipe_file: Path, outputs: Path) -> Path:
     recipe_file.write_text(recipe_file.read_text() + f"output_dir: {outputs}\n")
     return recipe_file
-
-
-def test_the_plan_follows_the_data_once_it_is_counted(path: Path) -> None:
-    job = open_job(path, [], CPU)
-    counted = job.with_data(DataFacts(documents=40, tokens=5000, trained_tokens=1000, sequences=40, exact=True))
-    assert counted.plan.max_steps.value == 40 // 8
-    assert (counted.recipe, counted.hardware, counted.plan.micro_batch_size) == (
-        job.recipe,
-        job.hardware,
-        job.plan.micro_batch_size,
-    )
 
 
 def test_the_plan_counts_data_that_is_prepared_and_estimates_the_rest(
@@ -55,12 +43,6 @@ def test_a_plan_alone_needs_no_model_at_hand(path: Path, monkeypatch: pytest.Mon
         ModelError, match=r"some-owner/no-such-model: .* not in the hub's cache, and the hub does not answer"
     ):
         open_job(path, hub, described_hardware("8x80GB"))
-
-
-def test_a_recipe_of_this_repository_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    job = open_job(Path("recipes/qwen3b.yaml"), [], described_hardware("8x80GB"), to_run=False)
-    assert job.recipe_path == REPOSITORY / "recipes" / "qwen3b.yaml"
 
 
 def test_what_prepares_data_learns_of_the_model_without_torch(path: Path) -> None:

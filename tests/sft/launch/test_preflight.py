@@ -30,9 +30,7 @@ def other(**sections: object) -> Facts:
     ("section", "values", "words"),
     [
         ("packages", {"torch": "2.13.0", "trl": "1.15.0"}, "trl is 1.16.0 on host0 (rank 0) and 1.15.0 on host2 (rank 2)"),
-        ("packages", {"torch": "2.13.0"}, "(not there) on host2"),
         ("code", {"sft/plan/plan.py": "aa", "sft/train/main.py": "cc"}, "sft/train/main.py is bb"),
-        ("recipe", {"train": {"learning_rate": 2e-05, "seed": 0}}, "train.learning_rate is 1e-05 on host0"),
         ("dataset", {"fingerprint": "other"}, "other on host2"),
     ],
 )  # fmt: skip

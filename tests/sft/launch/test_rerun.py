@@ -9,7 +9,7 @@ import pytest
 from sft.errors import RunError
 from sft.launch.job import open_job
 from sft.launch.open_run import check_start, claim_directory, unfinished_run
-from sft.launch.rerun import check_same_data, differences_to_report, is_run, rerun_arguments
+from sft.launch.rerun import check_same_data, differences_to_report, rerun_arguments
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.run.directory import Run
@@ -82,18 +82,12 @@ def test_what_is_not_as_it_was_is_told(make_run: MakeRun) -> None:
     (line,) = differences_to_report(again(run))
     assert line == f"Repeats {run.path}: recipe, versions, commit and hardware are as they were."
     versions = run.record["versions"] | {"torch": "1.0"}
-    run.update(versions=versions, ranks=2, git={"commit": "abc", "dirty": False})
+    run.update(versions=versions, git={"commit": "abc", "dirty": False}, hardware=run.record["hardware"] | {"ranks": 2})
     lines = differences_to_report(again(run, "train.max_steps=3"))
     assert lines[:2] == [f"Repeats {run.path}. Differs from then:", "  train.max_steps: null -> 3"]
-    assert "  ranks: 2 -> 1" in lines
+    assert "  hardware.ranks: 2 -> 1" in lines
     assert any(line.startswith("  versions.torch: 1.0 -> ") for line in lines)
     assert any(line.startswith("  git.commit: abc -> ") for line in lines)
-
-
-def test_a_recipe_of_its_own_repeats_nothing(recipe_file: Path, tmp_path: Path) -> None:
-    assert not is_run(str(recipe_file))
-    assert not is_run(str(tmp_path))
-    assert differences_to_report(open_job(recipe_file, [f"output_dir={tmp_path}"], MACHINE)) == []
 
 
 def test_other_data_is_no_repetition_unless_it_is_asked_for(make_run: MakeRun) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft import cli
-from sft.errors import ModelError, PlanError, UserError
+from sft.errors import ModelError, PlanError
 from sft.hub.demo import make_demo
 
 
@@ -36,7 +36,7 @@ def test_a_model_without_weights_is_planned_with_bars_and_not_trained(
     with pytest.raises(ModelError, match="the folder holds no weights"):
         cli.run(["train", *map(str, words)])
     (bare / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="is empty"):
+    with pytest.raises(ModelError, match="was cut off"):
         run(*words)
 
 
@@ -58,11 +58,6 @@ def test_a_refused_plan_shows_the_bars_of_what_was_tried_first(recipe_file: Path
     words = [recipe_file, f"output_dir={tmp_path / 'out'}", "train.parallel=auto", "data.pack_length=131072"]
     with pytest.raises(PlanError, match=r"(?s)does not fit.*--fit.*Memory of each GPU with one process.*too much"):
         run(*words, "train.gradient_checkpointing=false", "--on", "1x2GB")
-
-
-def test_json_prints_one_plan(recipe_file: Path) -> None:
-    with pytest.raises(UserError, match="--fit lists changes and --json prints one plan"):
-        run(recipe_file, "--json", "--fit", "--on", "1x4GB")
 
 
 def test_adapters_that_match_no_layer_are_refused_by_the_plan(recipe_file: Path, bare: Path, tmp_path: Path) -> None:

@@ -26,16 +26,12 @@ class Failed:
 @pytest.mark.parametrize(
     ("failures", "first"),
     [
-        ({0: Failed(1), 1: Failed(1)}, 0),
         ({0: Failed(143), 1: Failed(-9)}, 1),  # torchrun has ended rank 0 itself
-        ({0: Failed(-15), 2: Failed(7)}, 2),
         ({0: Failed(1), 1: Failed(2)}, 1),  # rank 0 has lost rank 1, which had a mistake to report
-        ({0: Failed(1), 1: Failed(-11)}, 1),
         (
             {0: Failed(-6), 1: Failed(2)},
             1,
         ),  # NCCL aborted rank 0, which waited for rank 1's mistake, such as a GPU without memory
-        ({0: Failed(1), 1: Failed(-6)}, 1),
         ({0: Failed(7, 6), 1: Failed(7, 5)}, 1),
         ({0: Failed(-9, 36), 1: Failed(-9, 5)}, 1),  # torchrun has killed rank 0, which waited for rank 1
     ],
@@ -48,12 +44,9 @@ def test_the_first_failure_is_of_a_rank_that_was_not_ended(failures: dict[int, F
     ("codes", "status", "may_restart"),
     [
         ([-signal.SIGTERM, 143], 143, False),
-        ([130, 130], 130, False),
         ([1, 143], 1, True),
         ([-signal.SIGKILL, 143], 1, True),
         ([2, 1], 2, False),
-        ([3, 0], 3, False),
-        ([75, 1], 75, False),
     ],
 )
 def test_the_exit_status_says_whether_a_restart_may_help(codes: list[int], status: int, may_restart: bool) -> None:

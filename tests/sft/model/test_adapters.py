@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft.errors import ModelError, RecipeError
 from sft.hub.demo import Demo
 from sft.hub.model_facts import empty_model, load_config
-from sft.model.adapters import check_adapters, differing_adapters, lora_config, merge_adapters, start_adapters
+from sft.model.adapters import check_adapters, lora_config, merge_adapters, start_adapters
 from sft.model.frozen import check_frozen, freeze
 from sft.recipe.schema import Lora, Model
 from tests.recipe_models import MODELS
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),
 ]
 IDS = torch.arange(3, 43)[None]
-SEVEN = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
 
 def empty(demo: Demo) -> Any:
@@ -72,7 +71,6 @@ def test_merged_adapters_are_those_that_were_trained_and_so_are_the_saved_ones_o
 ) -> None:
     lora, base = Lora(r=4, **KINDS[kind]), untie(demo.model, tmp_path / "base")
     live = trained(lora, base)
-    assert [*differing_adapters(live, lora)] == []
     live.save_pretrained(tmp_path / "adapter")
     torch.manual_seed(3)  # whatever is drawn before
     merged = merge_adapters(lora, AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
@@ -98,10 +96,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": r".*\.attention\..*"}, r"target_modules: .*attention.* matches no layer"),
     ({"target_modules": ("q_proj", "embed_tokens")}, r"embed_tokens shares its weight with the output embedding"),
     ({"target_modules": ("q_proj", "lm_head")}, r"lm_head cannot have an adapter"),
-    ({"rank_pattern": {"down_porj": 8}}, r"rank_pattern: down_porj matches no layer.*did you mean `down_proj`"),
-    ({"alpha_pattern": {"o_proj": 8}, "target_modules": ("q_proj",)}, r"alpha_pattern: o_proj matches .* adapters: q_proj\."),
-    ({"layers_to_transform": (1, 3)}, r"layers_to_transform: the model has no layer 3; it has 3, numbered from 0"),
-    ({"layers_to_transform": (99,)}, r"layers_to_transform: the model has no layer 99; it has 3, numbered from 0"),
+    ({"rank_pattern": {"down_porj": 8}}, r"rank_pattern: down_porj matches no layer"),
+    ({"layers_to_transform": (1, 3)}, r"layers_to_transform: the model has 3 layers, numbered from 0"),
     ({"layers_to_transform": (1,), "layers_pattern": "blocks"}, r"model.lora"),
     ({"modules_to_save": ("lm_haed",)}, r"modules_to_save: lm_haed is no layer.*did you mean `lm_head`"),
     ({"modules_to_save": ("lm_head",)}, r"lm_head shares its weight with the other embedding"),
@@ -132,15 +128,11 @@ def test_a_quantized_layer_cannot_be_trained_whole(demo: Demo) -> None:
     ("words", "message"),
     [
         ("{init_lora_weights: eva}", "init_lora_weights: .*got 'eva': it starts from activations"),
-        ("{init_lora_weights: false}", "init_lora_weights: must be true, gaussian"),
-        ("{init_lora_weights: pissa_niter_0}", "init_lora_weights: must be true"),
         ("{init_lora_weights: pissa, use_dora: true}", "does not work with use_dora"),
         ("{init_lora_weights: olora, use_rslora: true, rank_pattern: {q: 2}}", "does not work with use_rslora with"),
         ("{layers_to_transform: [1], target_modules: '.*q'}", "not with a regular expression"),
-        ("{layers_pattern: h}", "layers_pattern says where"),
         ("{rank_pattern: {'(q': 2}}", "rank_pattern: '.q' is no regular expression"),
         ("{rank_pattern: {q: 0}}", "rank_pattern.q: must be greater than 0"),
-        ("{target_modules: '*q'}", "target_modules: '.q' is no regular expression"),
     ],
 )
 def test_sections_that_make_no_sense_are_one_message(words: str, message: str, make_recipe: Callable[..., Any]) -> None:
@@ -148,24 +140,24 @@ def test_sections_that_make_no_sense_are_one_message(words: str, message: str, m
         make_recipe(f"model.lora={words}")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"r": 5},
-        {"lora_alpha": 5},
-        {"lora_dropout": 0.5},
-        {"use_dora": True},
-        {"use_rslora": True},
-        {"rank_pattern": {"q_proj": 2}},
-        {"modules_to_save": ("norm",)},
-    ],
-    ids=str,
-)
-def test_live_adapters_that_differ_from_the_recipe_are_found(change: dict[str, Any], demo: Demo) -> None:
-    model, lora = AutoModelForCausalLM.from_pretrained(demo.model), Lora(r=4)
+def test_each_layers_adapter_has_the_recipes_rank_scale_dropout_and_kind(demo: Demo) -> None:
+    sizes = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 9}, "layers_to_transform": (1,)}
+    lora = Lora(
+        r=4,
+        lora_alpha=8,
+        lora_dropout=0.5,
+        use_dora=True,
+        use_rslora=True,
+        target_modules=("q_proj", "v_proj"),
+        **sizes,
+    )
+    model = AutoModelForCausalLM.from_pretrained(demo.model)
     live = start_adapters(lora, model, lora_config(lora, model, []))
-    assert [*differing_adapters(live, lora)] == []
-    assert [*differing_adapters(live, lora.model_copy(update=change))]
+    found = {name.rpartition(".")[2]: one for name, one in live.named_modules() if hasattr(one, "lora_A")}
+    assert {name: (one.r["default"], one.scaling["default"]) for name, one in found.items()} == {
+        "q_proj": (2, 8 / 2**0.5), "v_proj": (4, 9 / 4**0.5)
+    }  # fmt: skip
+    assert all(len(one.lora_magnitude_vector) == 1 and one.lora_dropout["default"].p == 0.5 for one in found.values())
 
 
 def test_frozen_parameters_are_those_that_a_pattern_is_found_in(demo: Demo) -> None:

@@ -134,16 +134,6 @@ def test_position_ids_that_restart_are_boundaries_enough(family: str) -> None:
     assert_equal(measure(model, [batch], TRAINED), expected)
 
 
-def test_documents_joined_without_boundaries_would_fail_this_test() -> None:
-    """So that the ones above can fail."""
-    expected, model = separate("qwen2"), model_of("qwen2")
-    model.set_attn_implementation("varlen")
-    batch = packed_batch()
-    batch = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
-    with pytest.raises(AssertionError):
-        assert_equal(measure(model, [batch], TRAINED), expected)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_is_what_eager_makes_of_it(family: str, side: str) -> None:
@@ -180,44 +170,8 @@ def states(lengths: list[int], heads: int = 4, kv_heads: int = 2, **options: Any
     return [torch.randn(1, count, sum(lengths), 8, **options) for count in (heads, kv_heads, kv_heads)]
 
 
-def by_hand(tensors: list[torch.Tensor], lengths: list[int], window: int | None, scaling: float) -> torch.Tensor:
-    """Softmax over the tokens that each may see, in float64."""
-    query, key, value = (one[0].double() for one in tensors)
-    key, value = (one.repeat_interleave(query.shape[0] // one.shape[0], 0) for one in (key, value))
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    token = torch.arange(sum(lengths))
-    seen = (document[:, None] == document) & (token[:, None] >= token)
-    if window:
-        seen &= token[:, None] - token < window
-    scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(0, 1)[None]
-
-
 CAUSAL = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 LAYER: Any = CAUSAL
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 7, 8, 9, 30, 31, 4096])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-def test_windows_and_grouped_heads_are_what_the_formula_says(window: int | None, heads: tuple[int, int]) -> None:
-    tensors = states(LENGTHS, *heads)
-    output, weights = attention.document_attention(
-        LAYER, *tensors, None, scaling=0.3, sliding_window=window, cu_seq_lens_q=boundaries_of(LENGTHS), max_length_q=30
-    )
-    assert weights is None
-    assert output.shape == (1, sum(LENGTHS), 4, 8)
-    torch.testing.assert_close(output.double(), by_hand(tensors, LENGTHS, window, 0.3), rtol=1e-5, atol=1e-5)
-
-
-def test_a_value_in_bf16_decides_the_format() -> None:
-    """Autocast leaves what rotary embeddings made in fp32 beside it."""
-    query, key, value = states(LENGTHS)
-    output, _ = attention.document_attention(
-        LAYER, query, key, value.bfloat16(), None, cu_seq_lens_q=boundaries_of(LENGTHS), max_length_q=30
-    )
-    assert output.dtype == torch.bfloat16
-    expected = by_hand([query, key, value], LENGTHS, None, 8**-0.5)
-    torch.testing.assert_close(output.double(), expected, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(

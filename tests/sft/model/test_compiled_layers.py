@@ -8,12 +8,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sft.errors import ModelError, PlanError
-from sft.hub.model_facts import ModelFacts
 from sft.launch.job import open_job
 from sft.model.compiled_layers import are_compiled, check_compiler, compile_layers, decoder_layers
-from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Recipe
 
 CPU = Hardware(None, 1, 1, 2, 16.0)
@@ -44,42 +41,19 @@ def test_a_model_without_repeated_layers_is_refused() -> None:
         compile_layers(torch.nn.Linear(2, 2), "sdpa")
 
 
-def test_compilation_is_refused_by_name_where_it_is_unsound(make_recipe: MakeRecipe) -> None:
-    model, recipe = ModelFacts("m"), make_recipe("model.compile=true")
-    assert resolve_plan(recipe, CPU, model).compile.value is True
-    assert resolve_plan(make_recipe(), GPU, model).compile.value is False
-    assert resolve_plan(make_recipe("model.compile=true", "model.kernels=none"), GPU, model).compile.value is True
-    assert resolve_plan(recipe, CPU, model, None, load_deepspeed("zero2")).compile.value is True
-    with pytest.raises(PlanError, match=r"zero3\.json is ZeRO-3.*train\.deepspeed=zero2"):
-        resolve_plan(recipe, CPU, model, None, load_deepspeed("zero3"))
-    assert resolve_plan(recipe, GPU, model).kernels.value == "none"
-    with pytest.raises(PlanError, match=r"model\.kernels=liger.*Set model\.kernels=auto"):
-        resolve_plan(make_recipe("model.compile=true", "model.kernels=liger"), GPU, model)
-
-
 def test_a_machine_without_a_compiler_is_told_before_the_weights_load(
     recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plain = open_job(recipe_file, [f"output_dir={outputs}"], CPU)
+    compiled = open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU)
+    liger = open_job(recipe_file, [f"output_dir={outputs}", "model.kernels=liger"], GPU)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    check_compiler(open_job(recipe_file, [f"output_dir={outputs}"], CPU))
-    with pytest.raises(PlanError, match="there is no no-such-compiler on PATH"):
-        check_compiler(open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU))
-    # On a GPU Triton compiles Liger's kernels too, with a header of Python's.
     monkeypatch.setenv("CC", sys.executable)
-    liger = [f"output_dir={outputs}", "model.kernels=liger"]
+    check_compiler(plain)
+    with pytest.raises(PlanError, match=r"model.compile=true: .*there is no no-such-compiler on PATH\."):
+        check_compiler(compiled)
+    # On a GPU Triton compiles Liger's kernels too, with a header of Python's.
+    check_compiler(liger)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(outputs))
-    with pytest.raises(PlanError, match=r"Liger's kernels: there is no \S+Python\.h.*model\.kernels=none"):
-        check_compiler(open_job(recipe_file, liger, GPU))
-    outputs.mkdir(exist_ok=True)
-    (outputs / "Python.h").touch()
-    check_compiler(open_job(recipe_file, liger, GPU))
-    (outputs / "Python.h").unlink()
-    monkeypatch.setenv("CXX", sys.executable)
-    with pytest.raises(
-        PlanError, match=r"model\.compile=true: there is no \S+Python\.h, with which torch\.compile compiles"
-    ):
-        check_compiler(open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(PlanError, match=r"Liger's kernels: there is no no-such-compiler or clang on PATH"):
-        check_compiler(open_job(recipe_file, liger, GPU))
+    with pytest.raises(PlanError, match=r"Liger's kernels: .*there is no \S+Python\.h\..*model\.kernels=none"):
+        check_compiler(liger)

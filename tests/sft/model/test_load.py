@@ -166,7 +166,7 @@ def test_broken_tensors_are_refused_by_name(
         (
             {"temperature": 0.0, "top_p": 0.9},
             {"do_sample": None, "temperature": None, "top_p": None},
-            "leaves them out",
+            "leaves them out where",
         ),
         ({"eos_token_id": [0, 10, 9999, -1]}, {"eos_token_id": [2, 0]}, "at 10 "),
         ({"eos_token_id": 9999}, {"eos_token_id": [2]}, None),

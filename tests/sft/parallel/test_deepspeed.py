@@ -26,15 +26,6 @@ def test_a_lock_that_no_process_holds_is_removed_with_a_line(lock: Path) -> None
     assert prepare_builds([]) == []
 
 
-def test_a_lock_in_a_folder_that_the_user_has_named_may_be_another_machines(
-    lock: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(FOLDER, str(lock.parents[1].rename(tmp_path / "shared")))
-    (line,) = prepare_builds([])
-    assert f"rm {tmp_path / 'shared' / 'cpu_adam' / 'lock'}" in line
-    assert (tmp_path / "shared" / "cpu_adam" / "lock").exists()
-
-
 def test_a_lock_of_a_running_build_stays(lock: Path) -> None:
     """torch holds it open while it builds."""
     from torch.utils.file_baton import FileBaton
@@ -42,7 +33,7 @@ def test_a_lock_of_a_running_build_stays(lock: Path) -> None:
     lock.unlink()
     baton = FileBaton(str(lock))
     assert baton.try_acquire()
-    assert prepare_builds([]) == ["Another process is building cpu_adam: waiting for it."]
+    assert prepare_builds([]) == [f"Waiting for a build of cpu_adam. If nothing is building it: rm {lock}"]
     assert lock.exists()
     baton.release()
     assert not lock.exists()
@@ -52,7 +43,6 @@ def test_a_lock_of_a_running_build_stays(lock: Path) -> None:
     ("name", "uses_gpu", "expected"),
     [
         ("zero2", False, ["deepspeed_shm_comm"]),
-        ("zero2", True, []),
         ("zero2_offload", True, ["cpu_adam"]),
         ("zero3_offload", False, ["deepspeed_shm_comm", "cpu_adam"]),
         ("zero3_nvme", True, ["cpu_adam", "pin_memory", "async_io"]),
@@ -79,16 +69,3 @@ def test_a_build_is_announced_where_one_is_needed_and_refused_without_its_tools(
         prepare_builds(["cpu_adam"])
     (lock.parent / "cpu_adam.so").touch()
     assert prepare_builds(["cpu_adam"]) == []
-    with pytest.raises(PlanError, match="builds deepspeed_shm_comm"):
-        prepare_builds(["deepspeed_shm_comm", "cpu_adam"])
-
-
-def test_offload_to_a_disk_is_refused_without_libaio(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock.unlink()
-    compiler = lock.parent / "without-libaio"
-    compiler.write_text("#!/bin/sh\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(PlanError, match=r"finds no libaio\.h.*libaio-dev.*zero3_offload"):
-        prepare_builds(["cpu_adam", "async_io"])
-    prepare_builds(["cpu_adam"])

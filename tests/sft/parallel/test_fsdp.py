@@ -13,12 +13,8 @@ def test_gradients_are_reduced_in_fp32_and_the_loss_is_not_rounded() -> None:
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
     whole = policies(Fsdp(), torch.float32, on_gpu=True)["mixed_precision_policy"]
     assert (whole.param_dtype, whole.reduce_dtype, whole.output_dtype) == (None, None, None)
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_memory_is_pinned_only_where_there_is_a_gpu(on_gpu: bool) -> None:
-    assert policies(Fsdp(offload_params=True), torch.float32, on_gpu)["cpu_offload"].pin_memory is on_gpu
-    assert "cpu_offload" not in policies(Fsdp(), torch.float32, on_gpu)
+    offloaded = policies(Fsdp(offload_params=True), torch.float32, on_gpu=False)
+    assert offloaded["cpu_offload"].pin_memory is False, "which needs a GPU"
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -33,10 +29,6 @@ def test_memory_is_pinned_only_where_there_is_a_gpu(on_gpu: bool) -> None:
                 "cpu_offload": True,
                 "state_dict_type": "FULL_STATE_DICT",
             },
-        ),
-        (
-            Fsdp(min_num_params=10),
-            {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"},
         ),
         (Fsdp(), {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}),
     ],
@@ -75,8 +67,6 @@ class Small(nn.Module):
     [
         (1, ["large", "small", "norm"] * 2),  # of a layer nothing is left
         (45, ["large", "layer"] * 2),  # 40 + 10 are left
-        (51, ["large"] * 2),
-        (150, ["layer"] * 2),
         (151, []),
     ],
 )

@@ -1,13 +1,10 @@
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-from sft.errors import PlanError
-from sft.parallel.optimizer import MasterAdamW, check_optimizer
+from sft.parallel.optimizer import MasterAdamW
 
 STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SIZES = [1, 7, 1001, (33, 31), 4099]
@@ -59,51 +56,13 @@ def test_a_step_is_adamws_on_fp32_weights_bit_for_bit(chunk: int, monkeypatch: p
         norm = optimizer.clip_grad_norm(1.0)
         assert norm == torch.nn.utils.clip_grad_norm_(exact, 1.0)
         assert norm > 10
+        assert all(torch.equal(one.grad, two) for one, two in zip(trained, gradients(step), strict=True)), "not scaled"
         optimizer.step()
         reference.step()
         optimizer.zero_grad()
         for master, weight, rounded in zip(optimizer.masters, exact, trained, strict=True):
             assert torch.equal(master, weight)
             assert torch.equal(rounded, weight.bfloat16())
-
-
-def test_updates_that_bf16_would_swallow_add_up() -> None:
-    def moved(make: Callable[[Parameter], torch.optim.Optimizer], weight: Parameter) -> float:
-        optimizer = make(weight)
-        for _ in range(100):
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-        return 1 - weight.float().mean().item()
-
-    def ones(dtype: torch.dtype) -> Parameter:
-        return Parameter(torch.ones(5, dtype=dtype))
-
-    def plain(weight: Parameter) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.0)
-
-    def masters(weight: Parameter) -> torch.optim.Optimizer:
-        return MasterAdamW([{"params": [weight]}], False, lr=1e-4, weight_decay=0.0)
-
-    assert moved(plain, ones(torch.bfloat16)) == 0
-    exact = moved(plain, ones(torch.float32))
-    assert exact == pytest.approx(0.01, rel=1e-3)
-    assert moved(masters, ones(torch.bfloat16)) == pytest.approx(exact, abs=2**-9)
-
-
-def test_resumed_equals_uninterrupted_bit_for_bit() -> None:
-    whole = weights()
-    optimizer = ours(whole)
-    train(whole, optimizer, range(4))
-    first = weights()
-    interrupted = ours(first)
-    train(first, interrupted, range(2))
-    saved = copy.deepcopy(interrupted.state_dict())
-    resumed = [Parameter(weight.detach().clone()) for weight in first]
-    again = ours(resumed)
-    again.load_state_dict(saved)
-    train(resumed, again, range(2, 4))
-    assert all(map(torch.equal, whole, resumed))
-    assert all(map(torch.equal, optimizer.masters, again.masters))
 
 
 def test_fp32_weights_pass_through_and_are_saved_once() -> None:
@@ -137,27 +96,3 @@ def test_gradients_of_many_micro_batches_are_added_up_in_fp32() -> None:
         assert optimizer.clip_grad_norm(1.0).item() == pytest.approx(norm, rel=1e-6 if accumulate else 1e-2)
     assert errors[True] < 1e-5
     assert errors[False] > 1e-2
-
-
-def test_the_norm_is_the_true_one_and_clipping_leaves_the_gradients_alone() -> None:
-    trained = weights()
-    optimizer = ours(trained)
-    backward(trained, 3)
-    exact = sum(float((gradient.double() ** 2).sum()) for gradient in gradients(3)) ** 0.5
-    assert optimizer.clip_grad_norm(0.5).item() == pytest.approx(exact, rel=1e-6)
-    assert optimizer.clip_grad_norm(float("inf")).item() == pytest.approx(exact, rel=1e-6)
-    for weight, gradient in zip(trained, gradients(3), strict=True):
-        assert weight.grad is not None
-        assert torch.equal(weight.grad, gradient)
-
-
-def test_another_optimizer_than_the_planned_one_is_refused() -> None:
-    masters, plain = ours(weights(), True), torch.optim.AdamW(weights(), fused=True)
-    check_optimizer(masters, True, "fp32")
-    check_optimizer(plain, False, "fp32")
-    for wrong in [(plain, True, "fp32"), (masters, False, "fp32"), (masters, True, "bf16")]:
-        with pytest.raises(PlanError, match="not what was planned"):
-            check_optimizer(*wrong)
-    for other in (torch.optim.AdamW(weights(), fused=False), torch.optim.SGD(weights(), fused=True)):
-        with pytest.raises(PlanError, match="not what was planned"):
-            check_optimizer(other, False, "fp32")

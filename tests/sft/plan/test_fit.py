@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from sft.errors import PlanError
-from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import ModelFacts
 from sft.plan.fit import Fit, changed, describe, fit
 from sft.plan.hardware import Hardware, described_hardware
@@ -24,15 +23,7 @@ train: {global_batch_size: 64, learning_rate: 1e-5}
 RESULT = ("train.optim", "data.max_length", "data.pack_length", "model.lora", "model.quantization")
 
 
-def sized(name: str) -> ModelFacts:
-    model = MODELS[name]
-    layers, hidden = model.num_hidden_layers or 0, model.hidden_size or 0
-    flops = ModelFlops(Matmuls(model.body_parameters), (AttentionLayers(layers, hidden),))
-    widths = {"linear_parameters": model.body_parameters, "linear_widths": 20 * layers * hidden}
-    return replace(model, flops=flops, **widths)
-
-
-B3, B7, B14, B70 = (sized(name) for name in MODELS)
+B3, B7, B14, B70 = (replace(one, linear_parameters=one.body_parameters) for one in MODELS.values())
 
 
 def fitted(model: ModelFacts, on: str, *overrides: str) -> tuple[Fit, Recipe, Hardware]:
@@ -53,7 +44,7 @@ DO_NOT_FIT = [
 
 
 @pytest.mark.parametrize(("model", "on", "overrides"), DO_NOT_FIT)
-def test_each_proposal_runs_and_fits_when_it_is_planned_as_it_is_shown(
+def test_each_proposal_fits_as_it_is_shown_and_what_changes_the_result_comes_last(
     model: ModelFacts, on: str, overrides: list[str]
 ) -> None:
     found, _, hardware = fitted(model, on, *overrides)
@@ -62,19 +53,15 @@ def test_each_proposal_runs_and_fits_when_it_is_planned_as_it_is_shown(
     for one in found.proposals:
         words, _, machine = describe(one).partition("--on ")
         there = described_hardware(machine) if machine else hardware
+        assert there.ranks > hardware.ranks or not machine
         case = planned(parse_recipe(RECIPE, [*overrides, *words.split()]), there, model, None)
         estimate = case.plan.memory_estimate
         assert estimate is not None and estimate.lack is None, describe(one)
         assert (estimate.gpu, estimate.cpu) == (one.memory.gpu, one.memory.cpu)
-
-
-@pytest.mark.parametrize(("model", "on", "overrides"), DO_NOT_FIT)
-def test_what_changes_the_result_comes_last_and_says_so(model: ModelFacts, on: str, overrides: list[str]) -> None:
-    found, _, _ = fitted(model, on, *overrides)
-    changes = [any(key in one.values for key in RESULT) for one in found.proposals]
+        assert one.cost
+    changes = [any(key in describe(one) for key in RESULT) for one in found.proposals]
     assert changes == sorted(changes)
     assert [one.result != "none but rounding" for one in found.proposals] == changes
-    assert all(one.cost for one in found.proposals)
 
 
 def shown(model: ModelFacts, on: str, *overrides: str) -> list[str]:
@@ -101,43 +88,6 @@ def test_a_step_of_shorter_packs_holds_as_many_tokens() -> None:
     assert int(values["data.pack_length"]) * int(values["train.global_batch_size"]) == 16384 * 64
 
 
-def test_costs_are_by_arithmetic() -> None:
-    found, _, _ = fitted(B3, "1x80GB", "train.gradient_checkpointing=false", "data.pack_length=16384")
-    costs = {describe(one): one.cost for one in found.proposals}
-    # Each layer's forward pass again, but for attention itself.
-    body, attention = B3.body_parameters, 6 * 36 * 2048 * 4096
-    again = f"{(8 * body + attention) / (6 * body + attention):.2f} x the compute"
-    assert costs["train.gradient_checkpointing=selective"] == again
-    machines, _, _ = fitted(B14, "4x80GB", "train.deepspeed=zero2")
-    costs = {describe(one): one.cost for one in machines.proposals}
-    assert "1/2 of the time" in costs["--on 8x80GB"]
-    sent = [int(word.replace(",", "")) for word in costs["train.deepspeed=zero3"].split() if word[0].isdigit()]
-    # 16 micro-batches of one pack: weights twice and gradients once in each, in bf16; ZeRO-2 gathers once.
-    parameters = B14.parameters or 0
-    assert sent == [round(16 * 6 * parameters / 1e9), round(17 * 2 * parameters / 1e9)]
-
-
-def test_zero_1_sends_an_all_reduce_and_the_weights_and_ddp_gradients_in_fp32() -> None:
-    cost = next(
-        one.cost for one in fitted(B7, "8xH100-NVL")[0].proposals if one.values.get("train.deepspeed") == "zero1"
-    )
-    sent = [int(word) for word in cost.split() if word.isdigit()]
-    assert sent == [round(6 * (B7.parameters or 0) / 1e9), round(8 * (B7.parameters or 0) / 1e9)]
-
-
-def test_another_machine_has_more_gpus_or_larger_ones() -> None:
-    for model, on, overrides in DO_NOT_FIT:
-        found, _, hardware = fitted(model, on, *overrides)
-        assert hardware.gpu
-        for one in found.proposals:
-            if one.machine is not None:
-                other = described_hardware(one.machine)
-                assert other.gpu
-                larger = other.gpu.memory_gib > hardware.gpu.memory_gib
-                assert larger or other.ranks > hardware.ranks
-                assert (other.gpu.name == hardware.gpu.name) is not larger or hardware.gpu.name == "GPU"
-
-
 def test_what_fits_needs_no_change() -> None:
     found, _, hardware = fitted(B3, "8xH100", "train.parallel=auto")
     assert (found.lack, found.proposals) == (None, ())
@@ -146,15 +96,15 @@ def test_what_fits_needs_no_change() -> None:
 
 def test_a_recipe_that_could_not_run_with_any_memory_is_refused_as_by_the_plan() -> None:
     for parallel in ("auto", "null"):
-        with pytest.raises(PlanError, match=r"model\.lora\.r=9999 is more than"):
-            fitted(B70, "1x24GB", f"train.parallel={parallel}", "model.lora={r: 9999}")
+        with pytest.raises(PlanError, match=r"data\.max_length=99999 is more than"):
+            fitted(B70, "1x24GB", f"train.parallel={parallel}", "data.max_length=99999")
 
 
 def test_a_change_is_validated_and_keeps_the_rest() -> None:
     recipe = parse_recipe(RECIPE)
-    other = changed(recipe, {"train.fsdp": {}, "model.lora": {}})
+    other = changed(recipe, ["train.fsdp={}", "model.lora={}"])
     assert other.train.fsdp is not None and other.model.lora is not None
     assert other.train.learning_rate == 1e-5
     assert recipe.train.fsdp is None
     with pytest.raises(ValueError, match="global_batch_size"):
-        changed(recipe, {"train.global_batch_size": 0})
+        changed(recipe, ["train.global_batch_size=0"])

@@ -50,7 +50,7 @@ def test_there_is_a_process_for_each_gpu_and_the_smallest_decides(machine: Machi
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [("1,0", 2), ("", 0), ("-1", 0), ("7", 0), ("0,7,1", 1), ("GPU-bbbb", 1), (" 0 , 1 ", 2)],
+    [("1,0", 2), ("", 0), ("0,7,1", 1), ("GPU-bbbb", 1)],
 )
 def test_only_the_gpus_that_cuda_would_show_are_counted(
     visible: str, count: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -65,11 +65,8 @@ def test_only_the_gpus_that_cuda_would_show_are_counted(
     [
         (None, [40]),
         ("MIG-2222", [10]),
-        ("MIG-GPU-aaaa-1111/1/0", [40]),
-        ("0", [40]),
         ("1", [80]),
         ("1,0", [40]),
-        ("MIG-9", []),
     ],
 )
 def test_of_divided_gpus_there_is_one_slice(
@@ -84,15 +81,14 @@ def test_of_divided_gpus_there_is_one_slice(
 def test_several_slices_for_one_process_are_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(*DIVIDED)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1111,MIG-2222")
-    with pytest.raises(PlanError, match=r"CUDA_VISIBLE_DEVICES=MIG-1111,MIG-2222.*Name one slice"):
+    with pytest.raises(PlanError, match=r"CUDA_VISIBLE_DEVICES=MIG-1111,MIG-2222.*one slice"):
         check_visible_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
     check_visible_gpus()
 
 
-@pytest.mark.parametrize("why", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_a_machine_without_a_driver_has_no_gpus(why: int, machine: Machine) -> None:
-    machine(*TWO, init=why)
+def test_a_machine_without_a_driver_has_no_gpus(machine: Machine) -> None:
+    machine(*TWO, init=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     assert visible_gpus() == []
 
 
@@ -102,9 +98,6 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(
     """The training would start on the CPU."""
     machine(*TWO, init=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)  # it was updated, and the machine was not restarted
     with pytest.raises(PlanError, match="does not list its GPUs"):
-        visible_gpus()
-    machine(TWO[0], Device("GPU-cccc", lost=True))
-    with pytest.raises(PlanError, match=r"lost.*CUDA_VISIBLE_DEVICES="):
         visible_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
@@ -132,45 +125,29 @@ def test_more_processes_than_gpus_are_refused(machine: Machine) -> None:
         ("1X24g", 1, 1, 24, 48),
         ("16x40GiB", 16, 8, 40, 640),
         ("3x2x24GB", 6, 2, 24, 96),
-        ("2X8X80gib+1000G", 16, 8, 80, 1000),
-        ("8xH100", 8, 8, 80, 1280),
-        ("1x4090", 1, 1, 24, 48),
-        ("1xrtx 4090", 1, 1, 24, 48),
         ("2x8xh200+1000GB", 16, 8, 141, 1000),
         ("4xA100-40GB", 4, 4, 40, 320),
-        ("4xNVIDIA H100 PCIe", 4, 4, 80, 640),
     ],
 )
 def test_a_machine_in_words(words: str, ranks: int, per_node: int, memory: int, node_memory: int) -> None:
     hardware = described_hardware(words)
     assert hardware.gpu is not None
     assert (hardware.ranks, hardware.ranks_per_node, hardware.gpu.memory_gib) == (ranks, per_node, memory)
-    assert (hardware.cpu_memory_gib, hardware.cpu_memory_assumed) == (node_memory, "+" not in words)
-
-
-def test_a_named_gpu_has_its_name_and_another_none() -> None:
-    names = {words: described_hardware(words).gpu for words in ("8xH100-PCIe", "8x80GB", "1xgeforce rtx 4090")}
-    found = {words: gpu and (gpu.name, gpu.compute_capability) for words, gpu in names.items()}
-    assert list(found.values()) == [("H100-PCIe", 9.0), ("GPU", 8.0), ("RTX-4090", 8.9)]
+    assert hardware.cpu_memory_gib == node_memory
 
 
 @pytest.mark.parametrize(
     ("driver", "name"),
     [
         ("Tesla T4", "T4"),
-        ("Tesla V100-SXM2-16GB", "V100"),
         ("Tesla V100-PCIE-32GB", "V100-PCIe"),
         ("NVIDIA A100-PCIE-40GB", "A100-PCIe"),
-        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA RTX A6000", "RTX-A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
         ("Quadro RTX 6000", None),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA A10", "A10"),
         ("NVIDIA A10G", "A10G"),
-        ("NVIDIA B200", "B200"),
     ],
 )
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives(driver: str, name: str | None) -> None:
@@ -182,7 +159,7 @@ def test_no_two_gpus_answer_to_one_name() -> None:
     assert [find_gpu(one.name) for one in GPU_MODELS] == list(GPU_MODELS)
 
 
-@pytest.mark.parametrize(("words", "memory"), [("1xT4", 15), ("8xV100", 16), ("8xV100-32GB", 32), ("4xV100-PCIe", 16)])
+@pytest.mark.parametrize(("words", "memory"), [("1xT4", 15), ("8xV100-32GB", 32)])
 def test_a_gpu_without_bf16_is_planned_in_fp16(words: str, memory: float, make_recipe: MakeRecipe) -> None:
     hardware = described_hardware(words)
     assert hardware.gpu is not None
@@ -190,27 +167,13 @@ def test_a_gpu_without_bf16_is_planned_in_fp16(words: str, memory: float, make_r
     assert (hardware.gpu.memory_gib, plan.precision.value, plan.attention.value) == (memory, "fp16", "sdpa")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "8",
-        "0x80GB",
-        "8x80TB",
-        "8x80GBx",
-        "12x80GB",
-        "0x8x80GB",
-        "1x2x3x4",
-        "8x80GB+",
-        "8x80GB+0GB",
-        "8xH9000",
-        "8xH",
-        "8x0GB",
-    ],
-)
+@pytest.mark.parametrize("words", ["", "8", "0x80GB", "8x80TB", "12x80GB", "0x8x80GB", "8x80GB+", "8xH9000"])
 def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
     with pytest.raises(PlanError, match=rf"--on {re.escape(words)}: .* for example 8x80GB"):
         described_hardware(words)
+
+
+LIMITED = {"job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000", "job/memory.max": f"{GIB}"}
 
 
 @pytest.mark.parametrize(
@@ -218,21 +181,8 @@ def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
     [
         ("0::/\n", {"cpu.max": "200000 100000", "memory.max": f"{3 * GIB}"}, 2, 3),
         ("0::/\n", {"cpu.max": "max 100000", "memory.max": "max"}, 64, None),
-        # A limit of any group around counts.
-        (
-            "0::/job/step\n",
-            {"job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000", "job/memory.max": f"{GIB}"},
-            3,
-            1,
-        ),
-        (
-            "0::/job\n",
-            {"job/cpu.max": "300000 100000", "cpu.max": "200000 100000", "job/memory.max": f"{2 * GIB}"},
-            2,
-            2,
-        ),
-        # In a container the path is the host's.
-        ("0::/../../other\n", {"cpu.max": "200000 100000"}, 2, None),
+        ("0::/job/step\n", LIMITED, 3, 1),  # a limit of any group around counts
+        ("0::/../../other\n", {"cpu.max": "200000 100000"}, 2, None),  # in a container the path is the host's
         ("", {"cpu.max": "200000 100000"}, 64, None),
     ],
 )

@@ -1,8 +1,6 @@
 """Which attention runs: of every kind of model, on every kind of machine, one that computes what the model means."""
 
-import re
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -20,35 +18,30 @@ B200_FLASH = gpus(capability=10.0, flash=True, flash_3=True)
 FA2, FA3 = "flash_attention_2", "flash_attention_3"
 H100_TORCH = replace(H100_FLASH, has_varlen_fa3=True, has_varlen_fa4=True)
 A100_TORCH, B200_TORCH = replace(A100, has_varlen_fa3=True), replace(B200_FLASH, has_varlen_fa4=True)
-HERE = "inside torch, from its package; packed documents stay apart by their boundaries"
 SDPA, EAGER = "auto or sdpa", "auto or eager"  # remedies
 
 
 @pytest.mark.parametrize(
     ("hardware", "precision", "architecture", "expected", "why"),
     [
-        (CPU, "fp32", PLAIN, "varlen", "auto: sdpa, document by document; packed documents stay apart by their boundaries"),
-        (A100, "bf16", PLAIN, "varlen", "auto: FlashAttention inside torch; packed"),
+        (CPU, "fp32", PLAIN, "varlen", "auto: the first that runs here; packed documents stay apart by their boundaries"),
         (A100, "fp32", PLAIN, "sdpa", "no varlen, FlashAttention does not run in fp32; packed documents stay apart by a block mask"),
         (V100, "fp16", PLAIN, "sdpa", "compute capability 7.0) has no FlashAttention"),
-        (A100_FLASH, "bf16", PLAIN, FA2, "auto: flash-attn is installed"),
-        (H100_FLASH, "bf16", PLAIN, FA3, "auto: flash-attn 3 is installed"),
-        (B200_FLASH, "bf16", PLAIN, FA2, "flash-attn is installed"),
-        (H100_TORCH, "bf16", PLAIN, "varlen_fa3", f"auto: FlashAttention-3 {HERE}"),
-        (H100_TORCH, "fp32", PLAIN, "sdpa", "no varlen, FlashAttention does not run in fp32"),
-        (H100_TORCH, "bf16", Architecture(has_interface=False), FA3, "flash-attn 3 is installed"),
-        (B200_TORCH, "bf16", PLAIN, "varlen_fa4", f"auto: FlashAttention-4 {HERE}"),
-        (B200_TORCH, "bf16", Architecture(head_dim=256), FA2, "flash-attn is installed"),
-        (A100_TORCH, "bf16", PLAIN, "varlen", "FlashAttention inside torch"),
+        (A100_FLASH, "bf16", PLAIN, FA2, "auto"),
+        (H100_FLASH, "bf16", PLAIN, FA3, "auto"),
+        (H100_TORCH, "bf16", PLAIN, "varlen_fa3", "auto"),
+        (H100_TORCH, "bf16", Architecture(has_interface=False), FA3, "auto"),
+        (B200_TORCH, "bf16", PLAIN, "varlen_fa4", "auto"),
+        (B200_TORCH, "bf16", Architecture(head_dim=256), FA2, "auto"),
         (A100, "bf16", MLA, "sdpa", "no kernel for heads of 192 (values 128)"),
         (A100, "bf16", Architecture(dropout=0.1), "sdpa", "no varlen, the model's attention_dropout is 0.1"),
-        (H100_FLASH, "bf16", Architecture(dropout=0.1), FA2, "flash-attn is installed"),
+        (H100_FLASH, "bf16", Architecture(dropout=0.1), FA2, "auto"),
         (A100, "bf16", Architecture(has_interface=False), "sdpa", "do not take another attention function"),
         (A100, "bf16", Architecture(mask_only=True), "sdpa", "express by a mask alone what a token sees"),
-        (A100_FLASH, "bf16", Architecture(has_flash=False), "varlen", "inside torch"),
+        (A100_FLASH, "bf16", Architecture(has_flash=False), "varlen", "auto"),
         (A100, "bf16", Architecture(softcap=True), "eager", "cap their attention scores"),
         (A100_FLASH, "bf16", Architecture(sinks=True), "eager", "have attention sinks"),
-        (CPU, "fp32", Architecture(has_sdpa=False, has_interface=False), "eager", "have no sdpa in transformers; packed"),
+        (CPU, "fp32", Architecture(has_sdpa=False, has_interface=False), "eager", "no sdpa, models of type some_type have no sdpa"),
     ],
 )  # fmt: skip
 def test_auto(
@@ -95,9 +88,7 @@ def test_before_a_download_an_ordinary_model_is_assumed_and_one_with_its_own_cod
         ("varlen_fa3", H100, "bf16", PLAIN, "it needs the flash-attn 3 package, and a torch that can switch to it", SDPA),
         ("varlen_fa3", A100_TORCH, "bf16", PLAIN, "this GPU (compute capability 8.0) is not a Hopper", SDPA),
         ("varlen_fa4", H100_TORCH, "bf16", PLAIN, "this GPU (compute capability 9.0) is not a B200", SDPA),
-        ("varlen_fa4", CPU, "fp32", PLAIN, "there is no GPU here", SDPA),
         (FA3, H100, "bf16", PLAIN, "the flash-attn 3 package is not installed", SDPA),
-        (FA3, B200_FLASH, "bf16", PLAIN, "this GPU (compute capability 10.0) is not a Hopper", SDPA),
         (FA3, H100_FLASH, "bf16", Architecture(dropout=0.1), "the model's attention_dropout is 0.1", SDPA),
         (FA2, A100_FLASH, "bf16", Architecture(head_dim=300), "FlashAttention has no kernel for heads of 300", SDPA),
     ],
@@ -111,37 +102,16 @@ def test_what_does_not_run_is_refused_with_value_reason_and_remedy(
     assert str(error.value).endswith(f". Set it to {remedy}.")
 
 
-def test_a_remedy_is_never_refused_itself(make_recipe: MakeRecipe) -> None:
-    """Over all kinds of models and machines."""
-    machines = [CPU, V100, A100, A100_FLASH, H100_FLASH, H100_TORCH]
-    flags = [Architecture(*values, dropout=drop) for values in product([True, False], repeat=6) for drop in (0.0, 0.1)]
-    names = ("auto", "eager", "sdpa", "varlen", "varlen_fa3", "varlen_fa4", FA2, FA3)
-    recipes = {name: make_recipe(f"model.attn_implementation={name}") for name in names}
-    refused = 0
-    for hardware, precision, architecture, wanted in product(machines, ("fp32", "bf16"), flags, recipes):
-        try:
-            resolve_attention(recipes[wanted], hardware, precision, "odd", architecture)
-        except PlanError as error:
-            refused += 1
-            remedies = re.search(r"Set it to (\w+) or (\w+)\.$", str(error))
-            assert remedies, error
-            for remedy in remedies.groups():
-                resolve_attention(recipes[remedy], hardware, precision, "odd", architecture)
-    assert refused > 1000
-
-
 @pytest.mark.parametrize(
     ("overrides", "hardware", "has_liger", "expected", "why"),
     [
         ("", H100, True, "liger", "auto: fused norms"),
-        ("", H100, None, "liger", "auto: fused norms"),
         ("", H100, False, "none", "auto: Liger has no kernels for models of type some_type"),
         ("", CPU, True, "none", "auto: Liger's kernels do not run on a CPU"),
         ("model.compile=true", H100, True, "none", "auto: with model.compile=true"),
         ("train.tensor_parallel_size=2", gpus(2), True, "none", "auto: with train.tensor_parallel_size=2"),
-        ("model.kernels=liger", H100, True, "liger", "the recipe: fused norms"),
+        ("model.kernels=liger", H100, True, "liger", "the recipe"),
         ("model.kernels=liger", CPU, True, "none", "the recipe asks for liger, whose kernels do not run on a CPU"),
-        ("model.kernels=none", H100, True, "none", "the recipe"),
     ],
 )
 def test_kernels(

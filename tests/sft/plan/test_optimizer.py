@@ -10,7 +10,6 @@ from sft.errors import PlanError
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed
 from sft.plan.engine import order_of_engines
 from sft.plan.hardware import Hardware
-from sft.plan.memory_estimate import GIB
 from sft.plan.optimizer import state_bytes
 from sft.plan.resolve import resolve_plan
 from tests.sft.plan.machines import QWEN, MakeRecipe, cpu, gpus, needs
@@ -23,21 +22,15 @@ WITHOUT_ZERO = DeepSpeedFile(Path("zero0.json"), {"zero_optimization": {"stage":
     [
         *((f"train.optim={name}", hardware, None)
           for name in ("adamw", "adamw_8bit", "adafactor", "lion", "muon") for hardware in (cpu(), gpus(2))),
-        ("train.optim=paged_adamw_8bit", gpus(), None),
         ("train.optim=paged_adamw_8bit", cpu(), "no GPU here. Set train.optim=adamw_8bit"),
         ("train.optim=lion train.deepspeed=zero3", gpus(2), None),
-        ("train.optim=muon train.deepspeed=zero3", gpus(2), "orthogonalizes matrices, and zero3.json is ZeRO-3.*adamw or lion"),
-        ("train.optim=adafactor train.deepspeed=zero1", gpus(2), "rows and columns of matrices, and zero1.json is ZeRO-1"),
-        ("train.optim=adamw_8bit train.deepspeed=zero2", gpus(2), "quantizes blocks of one weight, .* ZeRO-2"),
-        ("train.optim=adamw_8bit train.deepspeed=zero2_offload", gpus(2), "zero2_offload.json offloads .* AdamW only"),
-        ("train.optim=lion train.deepspeed=zero3_offload", gpus(2), "AdamW only. Set train.optim=adamw"),
-        ("train.optim=lion train.deepspeed=zero0", gpus(2), "zero0.json is DeepSpeed without ZeRO"),
-        ("train.optim=lion train.fsdp={}", gpus(2), None),
+        ("train.optim=muon train.deepspeed=zero3", gpus(2), "with zero3.json each rank steps on shards.*adamw or lion"),
+        ("train.optim=adamw_8bit train.deepspeed=zero1", gpus(2), "with zero1.json each rank steps on shards"),
+        ("train.optim=lion train.deepspeed=zero3_offload", gpus(2), "zero3_offload.json offloads.* Set train.optim=adamw"),
+        ("train.optim=lion train.deepspeed=zero0", gpus(2), "zero0.json offloads, or is DeepSpeed without ZeRO"),
         ("train.optim=muon train.fsdp={}", gpus(1), None),
-        ("train.optim=muon train.fsdp={}", gpus(2), "under train.fsdp: it works on matrices.*adamw or lion"),
-        ("train.optim=adafactor train.fsdp={}", gpus(2), "it works on the rows and columns"),
-        ("train.optim=adamw_8bit train.fsdp={}", gpus(2), "it works on blocks of unsharded weights"),
-        ("train.optim=lion train.tensor_parallel_size=2", gpus(2), "train.tensor_parallel_size=2 is untested"),
+        ("train.optim=adafactor train.fsdp={}", gpus(2), "with train.fsdp each rank steps on shards.*adamw or lion"),
+        ("train.optim=lion train.tensor_parallel_size=2", gpus(2), "train.tensor_parallel_size=2 with train.optim=lion"),
     ],
 )  # fmt: skip
 def test_an_optimizer_that_an_engine_cannot_take_is_refused_with_a_remedy(
@@ -50,12 +43,9 @@ def test_an_optimizer_that_an_engine_cannot_take_is_refused_with_a_remedy(
         resolve_plan(recipe, hardware, QWEN, None, file)
 
 
-def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sft.plan.optimizer.find_spec", lambda name: None)
+def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(make_recipe: MakeRecipe) -> None:
     with pytest.raises(PlanError, match=r"train.optim=adamw_8bit needs bitsandbytes.*qlora"):
-        resolve_plan(make_recipe("train.optim=adamw_8bit"), gpus(), QWEN)
+        resolve_plan(make_recipe("train.optim=adamw_8bit"), replace(gpus(), has_bitsandbytes=False), QWEN)
 
 
 def test_auto_tries_only_engines_that_take_the_optimizer(make_recipe: MakeRecipe) -> None:
@@ -75,7 +65,6 @@ BILLION = replace(QWEN, parameters=1_000_000_000, hidden_size=1000, num_hidden_l
     [
         ("adamw", 8),
         ("adamw_8bit", 0.1 * 8 + 0.9 * 2.03125),
-        ("paged_adamw_8bit", 0.1 * 8 + 0.9 * 2.03125),
         ("adafactor", 0.008),
         ("lion", 4),
         ("muon", 0.1 * 8 + 0.9 * 4),
@@ -108,11 +97,3 @@ def test_an_optimizer_without_copies_steps_on_fp32_weights(make_recipe: MakeReci
     }
     assert plans["adamw"].weights.value == "bf16 with an fp32 copy"
     assert (plans["lion"].weights.value, plans["lion"].gradients.value) == ("fp32", "fp32")
-    assert "lion steps on the weights themselves" in plans["lion"].weights.reason
-    estimate = needs(make_recipe("train.optim=lion", "train.precision=bf16"), gpus(), BILLION, "none")
-    # fp32 weights and autocast's copies; gradients; one average
-    assert [round(estimate.gpu[name] / GIB * 2**30 / 1e9) for name in ("weights", "gradients", "optimizer")] == [
-        6,
-        4,
-        4,
-    ]

@@ -6,7 +6,7 @@ import pytest
 
 from sft.errors import PlanError, RecipeError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.pipeline import bubble, describe, layers_of_stages, split_layers
+from sft.plan.pipeline import describe, layers_of_stages, split_layers
 from sft.plan.resolve import planned, resolve_plan
 from tests.sft.plan.machines import MODELS, MakeRecipe, cpu, gpus
 
@@ -39,13 +39,8 @@ def test_the_last_stage_of_a_large_vocabulary_has_fewer_layers(make_recipe: Make
     assert describe(split) == "0-9 | 10-19 | 20-29 | 30-35"
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "idle"), [(2, 2, 1 / 3), (4, 16, 3 / 19), (1, 1, 0.0)])
-def test_bubble(stages: int, micro_batches: int, idle: float) -> None:
-    assert bubble(stages, micro_batches) == pytest.approx(idle)
-
-
 def test_auto_takes_four_micro_batches_a_stage_where_the_batch_has_them(make_recipe: MakeRecipe) -> None:
-    plan = resolve_plan(make_recipe(STAGES + "2", "train.global_batch_size=32"), cpu(4), LLAMA)
+    plan = resolve_plan(make_recipe(STAGES + "2", "train.global_batch_size=32", "data.packing=false"), cpu(4), LLAMA)
     sizes = plan.data_parallel_ranks.value, plan.micro_batch_size.value, plan.gradient_accumulation_steps.value
     assert sizes == (2, 2, 8)
     assert plan.engine.value == "pipeline parallel"
@@ -79,21 +74,18 @@ def test_the_plan_counts_the_memory_of_each_stage(make_recipe: MakeRecipe) -> No
 
 REFUSED = {
     STAGES + "8": "and the model has 6 layers: each stage needs one. Set it to at most 6",
-    STAGES + "4 train.micro_batch_size=4": "with 2 micro-batches of 4 a step: stages would wait 60% of the time",
-    STAGES + "4 train.global_batch_size=2": "Raise the batch to at least 4 sequences, or use fewer stages",
-    STAGES
-    + "2 model={name_or_path: m, lora: {modules_to_save: [lm_head]}}": "model.lora.modules_to_save (leave it out)",
-    STAGES
-    + "2 model={name_or_path: m, lora: {}, new_tokens: [<a>]}": "model.new_tokens with model.lora (leave one out)",
-    STAGES + "2 model.trust_remote_code=true": "model.trust_remote_code, code of the model's own",
-    STAGES + "2 model.compile=true": "model.compile (set it to false)",
-    STAGES + "2 train.optim=lion": "train.optim=lion (set train.optim=adamw)",
-    STAGES + "2 train.precision=fp16": "train.precision=fp16 (set",
+    STAGES + "4 train.micro_batch_size=4": "a step has 2 micro-batch(es): stages would wait 60% of the time",
+    STAGES + "2 model={name_or_path: m, lora: {modules_to_save: [lm_head]}}": "with model.lora.modules_to_save",
+    STAGES + "2 model={name_or_path: m, lora: {}, new_tokens: [<a>]}": "with model.new_tokens and model.lora",
+    STAGES + "2 model.trust_remote_code=true": "with model.trust_remote_code=true",
+    STAGES + "2 model.compile=true": "with model.compile=true",
+    STAGES + "2 train.optim=lion": "with train.optim=lion",
+    STAGES + "2 train.precision=fp16": "with train.precision=fp16",
     STAGES + "2 train.label_smoothing_factor=0.1": "train.label_smoothing_factor",
     STAGES + "2 train.neftune_noise_alpha=5": "train.neftune_noise_alpha",
-    STAGES + "2 train.trainer_args={loss_type: dft}": "train.trainer_args (leave them out)",
+    STAGES + "2 train.trainer_args={loss_type: dft}": "with train.trainer_args",
     STAGES + "3": "groups of 3 ranks, and 8 is no multiple of that",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("overrides", REFUSED)
@@ -118,43 +110,14 @@ def test_a_model_that_was_not_tested_or_is_not_known_is_refused(
         resolve_plan(make_recipe(STAGES + "2"), cpu(2), model)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "deepspeed=zero2",
-        "deepspeed=zero3",
-        "fsdp={}",
-        "parallel=auto",
-        "tensor_parallel_size=2",
-        "sequence_parallel_size=2",
-    ],
-)
+@pytest.mark.parametrize("other", ["deepspeed=zero3", "fsdp={}", "parallel=auto", "tensor_parallel_size=2"])
 def test_another_engine_beside_stages_is_a_mistake_in_the_recipe(other: str, make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=rf"pipeline_parallel_size=2 does not work with {other.partition('=')[0]}"):
         make_recipe(STAGES + "2", f"train.{other}")
 
 
-def test_evaluation_during_the_training_is_a_mistake_in_the_recipe(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match=r"eval.every_steps=5 does not work with train.pipeline_parallel_size=2"):
-        make_recipe(STAGES + "2", "eval.tasks=[builtin:demo]", "eval.every_steps=5")
-
-
-def test_auto_over_several_nodes_compares_zero3_with_stages(make_recipe: MakeRecipe) -> None:
-    """Into each of 4 nodes come 3/4 of 6 bytes a weight, 8 times, or each token's hidden states and their gradients in fp32."""
-    large, words = MODELS["meta-llama/Llama-3.1-70B"], ["train.precision=bf16", "train.global_batch_size=256"]
-
-    def engine(*more: str, ranks: int = 32, per_node: int = 8) -> str:
-        recipe = make_recipe(*words, *more or ("train.parallel=auto",))
-        return planned(recipe, gpus(ranks, per_node, memory=141), large, None).plan.engine.reason
-
-    gathered, sent = 8 * 6 * 70_553_706_496 * 3 / 4, 256 * 128 * 8192 * 4 * 2
-    assert (f"{gathered:.2g}", f"{sent:.2g}") == ("2.5e+12", "2.1e+09")
-    assert "each node receives 2,500 GB a step; with train.pipeline_parallel_size=16 2.1 GB, at 10% idle" in engine()
-    assert "train.pipeline_parallel_size=16 1.1 GB, at 6% idle" in engine(
-        ranks=16
-    )  # of two nodes each has one neighbour
-    adapters = ("train.parallel=auto", "model.lora={r: 16}")
-    assert "1,700 GB a step; with train.pipeline_parallel_size=4 1.1 GB" in engine(*adapters)  # in bf16, no gradients
-    assert "a step" not in engine(*adapters, "model.new_tokens=[<|a|>]")  # which stages do not have
-    assert "a step" not in engine("train.deepspeed=zero3")
-    assert "a step" not in engine(per_node=32)
+def test_auto_over_several_nodes_mentions_stages_where_it_takes_zero_3(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("train.parallel=auto", "train.precision=bf16", "train.global_batch_size=256")
+    for per_node, has in ((8, True), (32, False)):
+        case = planned(recipe, gpus(32, per_node, memory=141), MODELS["meta-llama/Llama-3.1-70B"], None)
+        assert ("pipeline_parallel_size" in case.plan.engine.reason) is has

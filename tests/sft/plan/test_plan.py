@@ -12,7 +12,7 @@ from sft.data.facts import DataFacts
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
-from sft.plan.hardware import Gpu, Hardware
+from sft.plan.hardware import Hardware
 from sft.plan.job import REASON, Job, keep_decisions
 from sft.plan.memory_estimate import memory_bars
 from sft.plan.plan import print_plan
@@ -31,9 +31,6 @@ VOLTA, AMPERE = gpus(capability=7.0), gpus(capability=8.0)
         ("auto", cpu(), "bfloat16", "fp32"),
         ("auto", AMPERE, "float16", "bf16"),
         ("auto", VOLTA, "bfloat16", "fp16"),
-        ("auto", VOLTA, "float32", "fp16"),
-        ("auto", replace(VOLTA, gpu=Gpu("T4", 15.0, 7.5)), None, "fp16"),
-        ("fp16", VOLTA, "bfloat16", "fp16"),
         ("fp16", VOLTA, "float32", "fp16"),
     ],
 )
@@ -45,33 +42,25 @@ def test_precision(wanted: str, hardware: Hardware, stored: str, precision: str,
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ranks", "kind", "why"),
-    [
-        ([], 1, "gemma3_text", "has no bf16; models of type gemma3_text overflow fp16"),
-        (["train.fsdp={}"], 2, "qwen2", "fp16 is not built for train.fsdp"),
-        (["train.tensor_parallel_size=2"], 2, "qwen2", "fp16 is untested with train.tensor_parallel_size"),
-    ],
+    ("overrides", "ranks", "kind"),
+    [([], 1, "gemma3_text"), (["train.fsdp={}"], 2, "qwen2"), (["train.tensor_parallel_size=2"], 2, "qwen2")],
 )
 def test_a_gpu_without_bf16_computes_in_fp32_where_fp16_does_not_work(
-    overrides: list[str], ranks: int, kind: str, why: str, make_recipe: MakeRecipe
+    overrides: list[str], ranks: int, kind: str, make_recipe: MakeRecipe
 ) -> None:
     hardware, model = gpus(ranks, capability=7.5), ModelFacts("some/model", kind, "bfloat16")
-    found = resolve_precision(make_recipe(*overrides), hardware, model)
-    assert (found.value, why in found.reason) == ("fp32", True), found.reason
+    assert resolve_precision(make_recipe(*overrides), hardware, model).value == "fp32"
     assert resolve_precision(make_recipe(*overrides), gpus(ranks), model).value == "bf16"
     with pytest.raises(PlanError, match=r"train\.precision"):
         resolve_plan(make_recipe("train.precision=fp16", *overrides), hardware, model)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "stored", "warns"), [(VOLTA, "bfloat16", True), (VOLTA, "float16", False), (AMPERE, "bfloat16", False)]
-)
-def test_fp16_for_a_model_of_bf16_is_warned_of(
-    hardware: Hardware, stored: str, warns: bool, make_recipe: MakeRecipe
-) -> None:
-    model, recipe = ModelFacts("some/model", "qwen2", stored), make_recipe()
-    warnings = plan_warnings(recipe, resolve_plan(recipe, hardware, model), hardware, model)
-    assert any("set train.precision=fp32" in one for one in warnings) == warns
+def test_fp16_for_a_model_of_bf16_is_warned_of(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    for stored, warns in (("bfloat16", True), ("float16", False)):
+        model = ModelFacts("some/model", "qwen2", stored)
+        warnings = plan_warnings(recipe, resolve_plan(recipe, VOLTA, model), VOLTA, model)
+        assert any("set train.precision=fp32" in one for one in warnings) == warns
 
 
 @pytest.mark.parametrize(
@@ -80,10 +69,8 @@ def test_fp16_for_a_model_of_bf16_is_warned_of(
         (["train.precision=bf16"], 1, None, MASTER),
         (["train.precision=bf16"], 2, None, "fp32"),
         (["train.precision=fp16"], 1, None, "fp32"),
-        (["train.precision=fp32"], 1, None, "fp32"),
         (["train.precision=bf16", "model.lora={}"], 1, None, "bf16, frozen"),
         (["train.precision=bf16"], 2, "zero3", MASTER),
-        (["train.precision=fp32"], 2, "zero2", "fp32"),
     ],
 )
 def test_what_is_trained_is_fp32_or_has_an_fp32_copy(
@@ -94,29 +81,15 @@ def test_what_is_trained_is_fp32_or_has_an_fp32_copy(
     assert (plan.weights.value, plan.gradients.value) == (weights, "fp32")
 
 
-@pytest.mark.parametrize(
-    ("parameters", "memory", "batch", "gradients"),
-    [
-        (3.1e9, 80, 8, "fp32"),  # 18 x 3.1e9 = 52 GiB
-        (7.6e9, 140, 8, "bf16"),  # 127 GiB leave 9%; 16 bytes are 113 GiB
-        (7.6e9, 180, 8, "fp32"),
-        (0.5e9, 140, 1, "bf16"),  # one micro-batch: nothing is added up
-        (None, 24, 8, "fp32"),
-    ],
-)
-def test_gradients_are_added_up_in_fp32_where_that_leaves_room(
-    parameters: float | None, memory: float, batch: int, gradients: str, make_recipe: MakeRecipe
-) -> None:
-    recipe = make_recipe(f"train.global_batch_size={batch}", "train.micro_batch_size=1")
-    model = ModelFacts("m", parameters=parameters and int(parameters))
-    assert resolve_plan(recipe, gpus(memory=memory), model).gradients.value == gradients
+def test_gradients_of_several_micro_batches_are_added_up_in_fp32(make_recipe: MakeRecipe) -> None:
+    for batch, gradients in ((8, "fp32"), (1, "bf16")):  # of one micro-batch nothing is added up
+        recipe = make_recipe(f"train.global_batch_size={batch}", "train.micro_batch_size=1")
+        assert resolve_plan(recipe, gpus(), ModelFacts("m")).gradients.value == gradients
 
 
 def test_expectations_are_arithmetic(make_recipe: MakeRecipe) -> None:
     data = DataFacts(documents=100, tokens=6400, trained_tokens=3200)  # 50 packs of 128
     plan = resolve_plan(make_recipe("train.num_train_epochs=1.5"), cpu(), QWEN, data)
-    assert plan.documents_per_step.value == 100 * 8 / 50
-    assert plan.trained_tokens_per_step.value == 3200 * 8 / 50
     assert plan.steps_per_epoch.value == 7  # 50 / 8, rounded up
     assert plan.max_steps.value == 11  # 1.5 x 7, rounded up
     padded = resolve_plan(make_recipe("data.packing=false"), cpu(), QWEN, data)
@@ -125,7 +98,7 @@ def test_expectations_are_arithmetic(make_recipe: MakeRecipe) -> None:
     assert counted.steps_per_epoch.value == 7
     assert counted.steps_per_epoch.reason.startswith("counted: 51")
     unknown = resolve_plan(make_recipe(), cpu(), QWEN)
-    assert (unknown.documents_per_step.value, unknown.max_steps.value) == (None, None)
+    assert (unknown.steps_per_epoch.value, unknown.max_steps.value) == (None, None)
     assert resolve_plan(make_recipe("train.max_steps=3"), cpu(), QWEN).max_steps.value == 3
 
 
@@ -142,43 +115,23 @@ def test_the_table_shows_every_decision(make_recipe: MakeRecipe, capsys: pytest.
     assert "and a note" in shown
 
 
-def test_planning_changes_nothing_and_reads_no_environment(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = make_recipe("train.global_batch_size=16")
-    before, plan = recipe.model_dump_json(), resolve_plan(recipe, gpus(2), QWEN)
-    for name, value in {"WORLD_SIZE": "16", "CUDA_VISIBLE_DEVICES": "0", "NPROC": "3"}.items():
-        monkeypatch.setenv(name, value)
-    assert resolve_plan(recipe, gpus(2), QWEN) == plan
-    assert recipe.model_dump_json() == before
-
-
 @pytest.mark.parametrize(
     ("overrides", "sequences", "parameters", "told"),
     [
-        ("train.global_batch_size=80", 960, None, "12 optimizer steps"),
+        ("train.global_batch_size=80", 960, None, "12 optimizer step(s)"),
         ("train.global_batch_size=80 train.max_steps=12", 960, None, None),  # somebody has decided so
-        ("train.global_batch_size=48", 960, None, None),
         ("train.global_batch_size=64", 60, None, "larger than the data"),
         ("train.warmup_steps=120", 960, None, "train.warmup_steps=120"),
         ("train.warmup_steps=119", 960, None, None),
-        ("train.warmup_ratio=0.999", 960, None, "train.warmup_steps=120"),
         ("train.min_lr_ratio=0.1 train.lr_scheduler_type=linear", 960, None, "train.min_lr_ratio=0.1"),
-        ("train.min_lr_ratio=0.1 train.lr_scheduler_type=polynomial", 960, None, None),
         ("model.lora={}", 960, None, "train.learning_rate=1e-05"),
         ("model.lora={} train.learning_rate=1e-4", 960, 3e9, None),
         ("train.learning_rate=2e-4", 960, 3e9, "train.learning_rate=0.0002"),
         ("train.learning_rate=2e-3", 960, 1e7, None),  # a tiny model takes more
         ("train.learning_rate=2e-2", 960, 1e7, "train.learning_rate=0.02"),
         ("train.learning_rate=1e-12", 960, 3e9, "train.learning_rate=1e-12"),
-        ("train.learning_rate=5e-7 train.weight_decay=1.6", 960, 3e9, None),
-        ("train.max_grad_norm=1e-9", 960, None, "train.max_grad_norm=1e-09"),
-        ("train.max_grad_norm=0", 960, None, None),  # off
         ("train.adam_beta1=0.999 train.adam_beta2=0.9", 960, None, "train.adam_beta1=0.999"),
-        ("model.lora={r: 1, lora_alpha: 16384} train.learning_rate=2e-4", 960, None, "model.lora.lora_alpha=16384"),
-        ("train.label_smoothing_factor=0.6", 960, None, "label_smoothing_factor=0.6"),
         ("eval={every_steps: 121, tasks: [a]}", 960, None, "eval.every_steps=121"),
-        ("eval={every_steps: 120, tasks: [a]}", 960, None, None),
     ],
 )
 def test_a_plan_warns_of_what_would_surprise_its_author(
@@ -190,10 +143,10 @@ def test_a_plan_warns_of_what_would_surprise_its_author(
     assert [told in warning for warning in warnings] == ([True] if told else []), warnings
 
 
-@pytest.mark.parametrize(("parameters", "count"), [(1e9, 1), (1e8, 0), (None, 0)])
-def test_a_large_model_on_a_cpu_is_warned_of(parameters: float | None, count: int, make_recipe: MakeRecipe) -> None:
-    model, recipe = replace(QWEN, parameters=parameters), make_recipe()
-    assert len(plan_warnings(recipe, resolve_plan(recipe, cpu(), model), cpu(), model)) == count
+def test_a_large_model_on_a_cpu_is_warned_of(make_recipe: MakeRecipe) -> None:
+    for parameters, count in ((10**9, 1), (10**8, 0)):
+        model, recipe = replace(QWEN, parameters=parameters), make_recipe()
+        assert len(plan_warnings(recipe, resolve_plan(recipe, cpu(), model), cpu(), model)) == count
 
 
 # What a resumed run keeps.
@@ -228,26 +181,6 @@ def test_a_resumed_run_keeps_what_the_recipe_leaves_open(make_recipe: MakeRecipe
     assert keep_decisions(job_of(job.recipe, gpus(2)), DATA, then).plan.micro_batch_size.value != 2
 
 
-def test_a_resumed_run_follows_what_the_recipe_sets(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("train.global_batch_size=64", "train.micro_batch_size=8", "train.gradient_checkpointing=false")
-    job = job_of(recipe, gpus())
-    planned = keep_decisions(job, DATA, decisions(job) | {"micro_batch_size": 2, "gradient_checkpointing": True}).plan
-    assert (planned.micro_batch_size.value, planned.gradient_checkpointing.value) == (8, False)
-    assert planned.micro_batch_size.reason == "the recipe"
-
-
-def test_gradients_are_added_up_as_before_on_a_machine_of_another_memory(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("train.global_batch_size=64", "train.micro_batch_size=8")
-    small, large = (job_of(recipe, gpus(memory=memory)) for memory in (56.0, 80.0))
-    then = decisions(small)
-    assert (then["gradients"], decisions(large)["gradients"]) == ("bf16", "fp32")
-    planned = keep_decisions(large, DATA, then).plan
-    assert (planned.gradients.value, planned.gradients.reason) == ("bf16", REASON)
-    # Another micro-batch, which the recipe sets now, is another question.
-    other = job_of(make_recipe("train.global_batch_size=64", "train.micro_batch_size=4"), gpus())
-    assert keep_decisions(other, DATA, then).plan.gradients.value == "fp32"
-
-
 def test_a_machine_that_cannot_resume_as_before_is_refused(make_recipe: MakeRecipe) -> None:
     job = job_of(make_recipe(), gpus())
     with pytest.raises(PlanError, match=r"resumes with what it was .*model.attn_implementation=flash_attention_2"):
@@ -265,14 +198,9 @@ def test_the_json_has_bytes_of_each_category_that_add_up_to_the_peak(make_recipe
     assert found["time"] == {"hours": [1, 2]}
 
 
-def test_bars_follow_one_another_to_the_peak_and_stay_inside_what_is_too_large() -> None:
-    sizes = {"weights": 2**33, "activations": 2**32, "reserve": 1, "peak": 3 * 2**32 + 1, "available": 2**34}
-    _, weights, activations, reserve, rest = memory_bars(sizes, "#")
-    assert (weights.count("#"), activations.count("#"), reserve.count("#")) == (24, 12, 1)
-    assert activations.index("#") == weights.rindex("#") + 1
-    assert rest.split() == ["headroom", "4.0", "of", "16"]
-    *_, rest = over = memory_bars(sizes | {"available": 2**32})
-    assert rest.split() == ["too", "much", "8.0", "of", "4"]
-    assert len({len(line) for line in over[1:-1]}) == 1
-    *_, machine = memory_bars(sizes | {"machine": 2**34, "machine_available": 2**33}, engine="zero2_offload")
-    assert machine.split() == "machine 16.0 of 8, of all its ranks: too much".split()
+def test_bars_say_what_is_too_much() -> None:
+    sizes = {"weights": 2**33, "activations": 2**32, "reserve": 1, "peak": 3 * 2**32 + 1, "available": 2**32}
+    *_, rest, machine = over = memory_bars(sizes | {"machine": 2**34, "machine_available": 2**33}, "#")
+    assert rest.split() == ["too", "much", "#" * 32, "8.0", "of", "4"]
+    assert machine.split() == ["machine", "#" * 48, "16.0", "of", "8"]
+    assert len({len(line) for line in over[1:4]}) == 1

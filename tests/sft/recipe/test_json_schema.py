@@ -15,12 +15,6 @@ def test_the_committed_schema_is_that_of_the_recipe() -> None:
     )
 
 
-def test_every_key_is_closed_and_described() -> None:
-    text = json_schema()
-    assert text.count('"additionalProperties": false') > 10
-    assert "Sequences per optimizer step, over all GPUs" in text
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_leads_editors_to_the_schema(path: Path) -> None:
     found = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,16 +1,10 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sft.errors import RecipeError, RunError
-from sft.files import write_json
-from sft.hub.demo import Demo
 from sft.launch.job import open_job
-from sft.launch.open_run import claim_directory, unfinished_run
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job
-from sft.recipe.load import parse_recipe
 from sft.run.directory import Run, check_names, find_run, folder_fault, lost_folder_reported
 from tests.conftest import DEMO_RECIPE
 
@@ -31,11 +25,10 @@ def test_the_next_start_is_by_the_runs_folder_where_the_same_command_starts_anot
     (run.checkpoints / "checkpoint-3").mkdir(parents=True)
     run.update(recipe_values={"train": {"resume": "auto"}})
     assert run.next_start == "The same command resumes from checkpoint-3"
-    anew = f"The same command starts another run (train.resume=never); {own}"
     run.update(recipe_values={"train": {"resume": "never"}})
-    assert run.next_start == f"{anew} resumes from checkpoint-3"
+    assert run.next_start == f"{own} resumes from checkpoint-3"
     run.update(evaluation="interrupted")
-    assert run.next_start == f"{anew} resumes the evaluation"
+    assert run.next_start == f"{own} resumes the evaluation"
     run.update(recipe_values={}, evaluation=None, repeats="/outputs/tiny/first")
     assert run.next_start == f"{own} resumes from checkpoint-3"
 
@@ -69,35 +62,6 @@ def test_names_do_not_lead_out_of_output_dir(tmp_path: Path) -> None:
         (tmp_path / name).write_text(DEMO_RECIPE)
         with pytest.raises(RecipeError, match=r"Give the file a name that does not begin with a dot"):
             open_job(tmp_path / name, [], ONE_CPU)
-
-
-@pytest.fixture
-def job(recipe_file: Path, demo: Demo, tmp_path: Path) -> Job:
-    words = [f"model.name_or_path={demo.model}", f"data.train={demo.train}", f"output_dir={tmp_path / 'outputs'}"]
-    return open_job(recipe_file, words, ONE_CPU)
-
-
-@pytest.fixture
-def run(job: Job) -> Run:
-    """A run that was interrupted."""
-    run = claim_directory(job)
-    write_json(run.path / "run.json", {"status": "interrupted", "overrides": list(job.overrides), "ranks": 1})
-    return run
-
-
-def test_the_newest_run_lies_beside_its_link(job: Job, run: Run, tmp_path: Path) -> None:
-    moved = tmp_path / "elsewhere"
-    run.path.rename(moved)
-    link = run.path.parent / "latest"
-    link.unlink()
-    link.symlink_to(moved)
-    before = sorted(path.name for path in moved.iterdir())
-    with pytest.raises(RunError, match=r"latest leads to .*elsewhere, which is not in"):
-        unfinished_run(job)
-    anew = claim_directory(replace(job, recipe=parse_recipe(DEMO_RECIPE, [*job.overrides, "train.resume=never"])))
-    assert anew.path.parent == run.path.parent
-    assert link.resolve() == anew.path
-    assert sorted(path.name for path in moved.iterdir()) == before
 
 
 def test_a_failed_write_is_one_message_if_the_folder_is_to_blame(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def folder(recipe_file: Path, tmp_path: Path) -> Path:
     return tmp_path / "out" / "mine"
 
 
-def test_nothing_of_the_environment_is_in_the_runs_files(
+def test_the_record_says_what_was_run_and_nothing_of_the_environment(
     recipe_file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = {"HF_TOKEN": "hf_abcdefgh12345", "WANDB_API_KEY": "0123456789abcdef", "MY_OWN": "planted-value-77"}
@@ -29,23 +29,11 @@ def test_nothing_of_the_environment_is_in_the_runs_files(
     run = claim_directory(job)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
     text = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
-    for name, value in secrets.items():
-        assert value not in text
-        assert name not in text
-    assert os.environ["PATH"] not in text
-
-
-def test_the_record_says_what_was_run_on_what(recipe_file: Path, folder: Path) -> None:
-    overrides = ["tracking.run_name=first", "train.seed=3"]
-    job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
-    run = claim_directory(job)
-    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
+    assert not [word for word in (*secrets, *secrets.values(), os.environ["PATH"]) if word in text]
     record = run.record
-    assert (record["status"], record["recipe"], record["recipe_version"], record["ranks"]) == ("running", "mine", 1, 2)
+    assert (record["status"], record["recipe"], record["ranks"]) == ("running", "mine", 2)
     assert (record["overrides"], record["data_fingerprint"]) == (overrides, "fingerprint-x")
-    assert record["hardware"]["cpu_cores"] == 2
-    assert record["versions"] == installed_versions()
-    assert set(record["git"]) == {"commit", "dirty"}
+    assert (record["versions"], set(record["git"])) == (installed_versions(), {"commit", "dirty"})
     assert run.recipe() == job.recipe
 
 

@@ -16,8 +16,6 @@ def course(*losses: float | None) -> list[dict[str, Any]]:
     ("loss", "untrained", "warned"),
     [
         (17.72, False, True),  # stories260k on English text whose token ids are permuted
-        (10.41, False, True),  # and whose token ids are shifted by 7
-        (6.24, False, True),  # an output head of zeros
         (3.85, False, False),  # its own tokenizer
         (6.94, True, False),  # the demo's model, made from a config
         (None, False, False),
@@ -40,21 +38,16 @@ def test_a_model_is_new_until_a_norm_has_changed() -> None:
     assert not is_untrained(model)
 
 
-@pytest.mark.parametrize(("lr", "frozen", "warned"), [(1e-5, True, False), (1e-13, True, True), (0.0, False, True)])
-def test_a_training_that_moves_no_weight_is_named(lr: float, frozen: bool, warned: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2000, 3), torch.nn.Linear(3, 2))
-    model[0].bias.requires_grad_(not frozen)
+@pytest.mark.parametrize(("step", "warned"), [(1e-5, False), (1e-13, True), (0.0, True)])
+def test_a_training_that_moves_no_weight_is_named(step: float, warned: bool) -> None:
+    model = torch.nn.Linear(2000, 3)
     before = sample_trained(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += lr
+        model.weight += step
     change = relative_change(before, sample_trained(model))
     assert change is not None
     assert (weights_moved(change) is not None) == warned
-    swapped = [torch.zeros(0) for _ in before]
-    assert relative_change(before, swapped) is None
-    assert relative_change([torch.zeros(3)], [torch.zeros(3)]) == 0
+    assert relative_change(before, [torch.zeros(0) for _ in before]) is None  # swapped out
 
 
 FALLING = [3.0 - 0.1 * number + 0.05 * (-1) ** number for number in range(16)]
@@ -64,14 +57,10 @@ FALLING = [3.0 - 0.1 * number + 0.05 * (-1) ** number for number in range(16)]
     ("losses", "says"),
     [
         (FALLING, None),
-        ([2.0, *[1.5] * 20], None),
-        ([*[1.5] * 10, *[1.49] * 10], None),
         (list(reversed(FALLING)), "above its start"),
-        ([2.0] * 20, "did not fall"),
         ([2.0, 2.1, 1.9, 2.05, 1.95] * 4, "did not fall"),  # noise about one value
         ([2.0, 3.0], "above its start"),
         ([2.0, 2.1], None),  # two batches differ by so much
-        ([2.0, 1.0], None),
         ([None, None, 2.0, 9.0], "above its start"),
         ([], None),
     ],
@@ -86,10 +75,7 @@ def test_a_loss_that_did_not_fall_is_named(losses: list[float | None], says: str
     [
         (2.0, [1.0, 0.9], False),
         (2.0, [1.0, 1.2], True),
-        (2.0, [2.5], True),
-        (2.0, [2.01], False),
         (None, [1.0, 2.0], True),
-        (None, [], False),
         (2.0, [], False),
     ],
 )

@@ -18,7 +18,7 @@ from sft.hub.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.hub.model_facts import inspect_model
 from sft.parallel.sequence import PartOfSequences
 from sft.recipe.schema import Recipe
-from sft.train.batches import CONTENTS, Accounted, Contents, Sequences, StepOrder, Work, WorkSum, contents_of
+from sft.train.batches import CONTENTS, Accounted, Contents, Sequences, StepOrder, Work, WorkSum, add_ranks, contents_of
 
 LENGTHS = [5, 9, 16, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10, 11, 13, 2, 2, 9]
 MAX_LENGTH = 16
@@ -26,11 +26,11 @@ Document = tuple[list[int], list[int]]
 """Tokens and labels."""
 
 
-def documents(lengths: list[int], vocabulary: int = 2**31) -> list[Document]:
+def documents(lengths: list[int]) -> list[Document]:
     """Tokens that tell which document they are of. Odd documents are labelled from their middle on, even ones throughout."""
     found = []
     for number, length in enumerate(lengths, start=1):
-        ids = [(1000 * number + position) % vocabulary for position in range(length)]
+        ids = [1000 * number + position for position in range(length)]
         hidden = length // 2 or 1 if number % 2 else 0
         found.append((ids, [IGNORED] * hidden + ids[hidden:]))
     return found
@@ -52,9 +52,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> DocumentStore:
     return stored(tmp_path_factory.mktemp("store") / "documents", documents(LENGTHS))
 
 
-def sequences_of(store: DocumentStore, per_step: int, packed: bool, empty: int = 0, max_length: int = 16) -> Sequences:
+def sequences_of(store: DocumentStore, per_step: int, packed: bool, empty: int = 0) -> Sequences:
     count = len(store.documents)
-    arrays = pack(store.documents["length"], max_length) if packed else (np.arange(count), np.arange(1, count + 1))
+    arrays = pack(store.documents["length"], MAX_LENGTH) if packed else (np.arange(count), np.arange(1, count + 1))
     return Sequences(store, SequenceIndex(*arrays), per_step, 7, packed, empty)
 
 
@@ -62,26 +62,20 @@ def cut(values: Any, lengths: list[int]) -> list[list[int]]:
     return [part.tolist() for part in np.split(np.asarray(values), np.cumsum(lengths)[:-1])]
 
 
-def test_packs_hold_every_document_complete_and_once(store: DocumentStore) -> None:
-    packs, found = sequences_of(store, 1, packed=True), []
-    for number in range(len(packs)):
-        one = packs[number]
-        assert sum(one["seq_lengths"]) == len(one["input_ids"]) == len(one["labels"]) <= MAX_LENGTH
-        found += zip(cut(one["input_ids"], one["seq_lengths"]), cut(one["labels"], one["seq_lengths"]), strict=True)
+@pytest.mark.parametrize("packed", [True, False])
+def test_sequences_hold_every_document_complete_and_once(packed: bool, store: DocumentStore) -> None:
+    sequences, found = sequences_of(store, 1, packed), []
+    for number in range(len(sequences)):
+        one = sequences[number]
+        lengths = one.get("seq_lengths", [len(one["input_ids"])])
+        assert sum(lengths) == len(one["input_ids"]) == len(one["labels"]) <= MAX_LENGTH
+        found += zip(cut(one["input_ids"], lengths), cut(one["labels"], lengths), strict=True)
     assert sorted(found) == sorted(documents(LENGTHS))
 
 
-def test_without_packing_a_sequence_is_a_document(store: DocumentStore) -> None:
-    alone = sequences_of(store, 1, packed=False)
-    rows = [alone[number] for number in range(len(alone))]
-    assert [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows] == documents(LENGTHS)
-    assert not any("seq_lengths" in row for row in rows)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("per_step", "empty"), [(1, 0), (3, 0), (700, 0), (8, 1)])
+@pytest.mark.parametrize(("per_step", "empty", "packed"), [(3, 0, True), (700, 0, False), (8, 1, True)])
 def test_steps_are_completed_with_what_is_not_trained(
-    packed: bool, per_step: int, empty: int, store: DocumentStore
+    per_step: int, empty: int, packed: bool, store: DocumentStore
 ) -> None:
     sequences = sequences_of(store, per_step, packed, empty)
     real = len(sequences.index)
@@ -92,21 +86,17 @@ def test_steps_are_completed_with_what_is_not_trained(
         assert dummy.get("seq_lengths") == ([1] if packed else None)
 
 
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_what_training_sees_is_what_the_ledger_counts(
-    packing: bool, make_recipe: Callable[..., Recipe], demo: Demo
-) -> None:
-    recipe = make_recipe(f"data.packing={str(packing).lower()}", "data.train=[{path: 'builtin:demo', epochs: 1.5}]")
+def test_what_training_sees_is_what_the_ledger_counts(make_recipe: Callable[..., Recipe], demo: Demo) -> None:
+    recipe = make_recipe("data.train=[{path: 'builtin:demo', epochs: 1.5}]")
     prepared = prepare(recipe, inspect_model(recipe))
     index, store = SequenceIndex.load(prepared.folder / "train.npz"), DocumentStore.open(prepared.folder)
-    sequences = Sequences(store, index, 8, 0, packing)
+    sequences = Sequences(store, index, 8, 0, packed=True)
     rows = [sequences[number] for number in range(len(index))]
     tokens = prepared.ledger["total"]["tokens"]
     assert len(rows) == prepared.sequences
     assert sum(len(row["input_ids"]) for row in rows) == tokens["trained"] + tokens["masked"] == tokens["in"]
     assert sum(int((row["labels"] != IGNORED).sum()) for row in rows) == tokens["trained"]
-    if packing:
-        assert prepared.ledger["packing"]["padding"] == sum(128 - len(row["input_ids"]) for row in rows)
+    assert prepared.ledger["packing"]["padding"] == sum(128 - len(row["input_ids"]) for row in rows)
 
 
 def orders(sequences: int, dummies: int, seed: int, epochs: range) -> list[list[int]]:
@@ -117,11 +107,10 @@ def orders(sequences: int, dummies: int, seed: int, epochs: range) -> list[list[
     return found
 
 
-@pytest.mark.parametrize(("sequences", "dummies"), [(1, 0), (1, 7), (1000, 24)])
-def test_an_epoch_is_every_sequence_once_and_the_dummies_last(sequences: int, dummies: int) -> None:
-    for order in orders(sequences, dummies, 3, range(3)):
-        assert sorted(order[:sequences]) == list(range(sequences))
-        assert order[sequences:] == list(range(sequences, sequences + dummies))
+def test_an_epoch_is_every_sequence_once_and_the_dummies_last() -> None:
+    for order in orders(1000, 24, 3, range(3)):
+        assert sorted(order[:1000]) == list(range(1000))
+        assert order[1000:] == list(range(1000, 1024))
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +126,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(monkeypatch: pytest.MonkeyPat
     assert len({tuple(order) for order in [*first, *orders(500, 12, 1, range(4))]}) == 8
 
 
-@pytest.mark.parametrize(("real", "per_step", "empty"), [(8, 8, 1), (20, 8, 1), (3, 8, 4), (17, 4, 2), (16, 4, 2)])
+@pytest.mark.parametrize(("real", "per_step", "empty"), [(20, 8, 1), (3, 8, 4), (16, 4, 2)])
 def test_a_step_with_empty_slots_holds_the_sequences_of_one_without(real: int, per_step: int, empty: int) -> None:
     def steps(empty: int) -> list[list[int]]:
         count, size = -(-real // per_step), per_step + empty
@@ -153,10 +142,9 @@ def test_a_step_with_empty_slots_holds_the_sequences_of_one_without(real: int, p
         assert min(with_empty[len(sequences) :], default=real) >= real
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("micro_batch", "empty"), [(1, 0), (2, 1), (6, 2)])
+@pytest.mark.parametrize(("micro_batch", "empty", "packed"), [(2, 1, True), (6, 2, False)])
 def test_a_batch_carries_the_numbers_and_the_counts_of_what_it_holds(
-    store: DocumentStore, packed: bool, micro_batch: int, empty: int
+    micro_batch: int, empty: int, packed: bool, store: DocumentStore
 ) -> None:
     sequences = sequences_of(store, 6 - empty, packed, empty)
     collate = Accounted(DataCollatorForLanguageModeling(pad_token_id=7, padding_free=packed), counts=True)
@@ -204,69 +192,36 @@ def padded(*rows: Document) -> int:
     return contents_of(collate([row(one) for one in rows])).fingerprint
 
 
-class Ranks:
-    """accelerate's gathering from ranks, given what the others have."""
-
-    def __init__(self, *others: WorkSum) -> None:
-        self.others, self.device = others, torch.device("cpu")
-        self.gathered = torch.zeros(1, 6, dtype=torch.float64)
-
-    def gather(self, of_rank: torch.Tensor) -> torch.Tensor:
-        self.gathered = of_rank
-        for number, other in enumerate(self.others):
-            alone = Ranks()
-            other.gather(alone, 2.0 + number, 7.0 - number)
-            self.gathered = torch.cat([self.gathered, alone.gathered])
-        return self.gathered
-
-
-def line_of(one: WorkSum, *others: WorkSum) -> Work:
-    line = one.gather(Ranks(*others), 1.5, 1.5)
-    assert line is not None
-    return line
-
-
-FLOPS = ModelFlops(Matmuls(trained=10, head_trained=3), (AttentionLayers(2, 4),))
-
-
-def of_batches(*fingerprints: int) -> WorkSum:
-    work = WorkSum(FLOPS)
-    work.add([Contents((), np.array([3, 4]), 2, value) for value in fingerprints])
-    return work
-
-
 def test_a_fingerprint_does_not_depend_on_packing_micro_batches_ranks_padding_or_dummies() -> None:
     assert packs(PRINTED) == packs(PRINTED[3:], PRINTED[:3]) == padded(*PRINTED)
     assert packs(PRINTED, [DUMMY], [DUMMY]) == padded(*PRINTED, DUMMY) == packs(PRINTED)
     assert padded(DUMMY) == packs([DUMMY]) == 0
-    expected = line_of(of_batches(packs(PRINTED))).fingerprint
     parts = padded(*PRINTED[4:]), padded(*PRINTED[:2]), padded(*PRINTED[2:4])
-    assert line_of(of_batches(*parts)).fingerprint == expected
-    first, *others = [of_batches(packs([document])) for document in PRINTED]
-    assert line_of(first, *others).fingerprint == expected
+    assert sum(parts) % 2**64 == packs(PRINTED)
+    # Those of old runs must stay comparable.
+    assert f"{packs(PRINTED):016x}" == "8714d200422ab0a0"
     # The label of a first token has no loss.
     assert padded(([9, 10, 11], [IGNORED, 10, 11])) == padded(PRINTED[1])
 
 
 def test_a_line_sums_its_steps_over_all_ranks() -> None:
-    one = FLOPS.of(np.array([3, 4]), 2)
-    assert line_of(of_batches(1, 2), of_batches(5)) == Work(21, 6, 3 * one, f"{8:016x}", (2.0, 7.0))
+    flops = ModelFlops(Matmuls(trained=10, head_trained=3), (AttentionLayers(2, 4),))
+    work = WorkSum(flops)
+    assert work.gather(1.5, 2.5) is None
+    work.add([Contents((), np.array([3, 4]), 2, value) for value in (1, 2)])
+    one = flops.of(np.array([3, 4]), 2)
+    assert work.gather(1.5, 2.5) == Work(14, 4, 2 * one, f"{3:016x}", (1.5, 2.5))
     # Memory is that of the rank with most, each figure by itself.
-    assert line_of(of_batches(1), of_batches(2), of_batches(3)).peaks == (3.0, 7.0)
-    assert line_of(of_batches(2**64 - 1), of_batches(2)).fingerprint == f"{1:016x}"
-    assert WorkSum().gather(Ranks()) is None
+    ranks = [(2**64 - 1, 7, 2, 5.0, (1.5, 2.5)), (2, 7, 2, 5.0, (3.0, 1.0))]
+    assert add_ranks(ranks) == Work(14, 4, 10.0, f"{1:016x}", (3.0, 2.5))
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         PRINTED[1:],  # skipped
-        [*PRINTED, PRINTED[0]],  # replayed
-        [([5, 6, 7, 9], [IGNORED, IGNORED, 7, 9]), *PRINTED[1:]],  # another token
         [([5, 7, 6, 8], [IGNORED, IGNORED, 6, 8]), *PRINTED[1:]],  # two tokens swapped
         [([5, 6, 7, 8], [IGNORED, 6, 7, 8]), *PRINTED[1:]],  # one more target token
-        [([5, 6, 7, 8], [IGNORED, IGNORED, 8, 7]), *PRINTED[1:]],  # two labels swapped
-        [([12, 6, 7, 8], [IGNORED, IGNORED, 7, 8]), PRINTED[1], ([5, 13], [IGNORED, 13]), *PRINTED[3:]],
         [([5, 6], [IGNORED, IGNORED]), ([7, 8], [7, 8]), *PRINTED[1:]],  # cut in two
     ],
 )
@@ -292,8 +247,3 @@ def test_ranks_that_share_a_batch_count_once() -> None:
     assert [contents(rank).fingerprint for rank in (0, 1)] == [packs(PRINTED), 0]
     assert [int(contents(rank).lengths.sum()) for rank in (0, 1)] == [22, 0]
     assert [contents(rank).sequences for rank in (0, 1)] == [(0,), (0,)]
-
-
-def test_a_fingerprint_is_the_same_in_every_version() -> None:
-    """Those of old runs must stay comparable."""
-    assert f"{packs(PRINTED):016x}" == "8714d200422ab0a0"

@@ -10,32 +10,20 @@ from sft.train.best import best_step, measurements_without_gain
 NAN = math.nan
 
 
-@pytest.mark.parametrize(
-    ("scores", "larger", "expected"),
-    [
-        ({10: 0.9, 20: 0.7, 30: 0.8}, False, 20),
-        ({10: 0.9, 20: 0.7, 30: 0.8}, True, 10),
-        ({10: 0.7, 20: 0.7}, False, 10),
-        ({10: NAN, 20: 0.8, 30: math.inf}, True, 20),
-        ({10: NAN}, False, None),
-        ({}, False, None),
-    ],
-)
-def test_the_first_of_the_best_finite_scores(scores: dict[int, float], larger: bool, expected: int | None) -> None:
-    assert best_step(scores, larger) == expected
+def test_the_first_of_the_best_finite_scores() -> None:
+    assert best_step({10: 0.9, 20: 0.7, 30: 0.7}, larger=False) == 20
+    assert best_step({10: NAN, 20: 0.8, 30: math.inf}, larger=True) == 20
+    assert best_step({10: NAN}, larger=False) is best_step({}, larger=False) is None
 
 
 @pytest.mark.parametrize(
     ("scores", "larger", "threshold", "expected"),
     [
-        ([0.9, 0.8, 0.7], False, 0.0, 0),
         ([0.9, 0.8, 0.8, 0.85], False, 0.0, 2),
         ([0.1, 0.2, 0.2, 0.3], True, 0.0, 0),
         # Small gains add up to one that counts.
         ([0.9, 0.87, 0.84, 0.81], False, 0.05, 1),
-        ([0.9, NAN, NAN], False, 0.0, 2),
-        ([NAN, 0.9], False, 0.0, 0),
-        ([], False, 0.0, 0),
+        ([NAN, 0.9, NAN, NAN], False, 0.0, 2),
     ],
 )
 def test_patience_counts_from_the_last_gain(scores: list[float], larger: bool, threshold: float, expected: int) -> None:
@@ -51,14 +39,10 @@ BY_TASK = [*BEST, "train.metric_for_best_model=arc_easy/acc", "eval.tasks=[arc_e
     [
         (BEST, "data.held_out"),
         ([*BEST, "data.held_out=0.1", "train.eval_steps=30"], "eval_steps=30"),
-        ([*BEST, "data.held_out=0.1", "train.eval_steps=20", "train.save_strategy=epoch"], "eval_steps=20"),
         (BY_TASK, "eval.every_steps"),
         ([*BY_TASK, "eval.every_steps=30"], "eval.every_steps=30"),
-        ([*BY_TASK, "eval.every_steps=40", "train.save_strategy=epoch"], "eval.every_steps=40"),
         ([*BEST, "data.held_out=0.1", "train.save_strategy=no"], "save_strategy=no"),
         (["train.early_stopping_patience=3"], "early_stopping_patience"),
-        (["train.metric_for_best_model=gsm8k/exact_match"], "metric_for_best_model"),
-        ([*BEST, "data.held_out=0.1", "train.early_stopping_threshold=0.1"], "early_stopping_threshold"),
     ],
 )
 def test_what_is_compared_must_be_measured_where_a_checkpoint_is(
@@ -73,8 +57,6 @@ def test_what_is_compared_must_be_measured_where_a_checkpoint_is(
     ("overrides", "larger"),
     [
         ([*BEST, "data.held_out=0.1"], False),
-        ([*BEST, "data.held_out=0.1", "train.eval_steps=40"], False),
-        ([*BEST, "data.held_out=0.1", "train.save_strategy=epoch"], False),
         ([*BY_TASK, "eval.every_steps=40"], True),
         (
             [

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.trainer_pt_utils import LabelSmoother
 
-from sft.train.regularization import NoisyEmbeddings, noise_of, smoothed
+from sft.train.regularization import NoisyEmbeddings, smoothed
 
 PACKED: dict[str, Any] = {"input_ids": torch.zeros(1, 40, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4, 40])}
 PADDED: dict[str, Any] = {
@@ -39,15 +39,6 @@ def test_evaluation_is_without_noise() -> None:
     assert torch.equal(embeddings(PACKED["input_ids"]), embeddings.weight[:1].expand(1, 40, -1))
 
 
-def test_the_live_noise_is_found() -> None:
-    model = AutoModelForCausalLM.from_config(
-        Qwen2Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    )
-    assert noise_of(model) is None
-    NoisyEmbeddings(model.get_input_embeddings(), alpha=5.0)
-    assert noise_of(model) == 5.0
-
-
 def test_smoothed_labels_give_transformers_loss_and_gradients() -> None:
     config = Qwen2Config(
         vocab_size=50,
@@ -63,7 +54,7 @@ def test_smoothed_labels_give_transformers_loss_and_gradients() -> None:
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
     outputs = smoothed(model, inputs, 0.2)
     count = int((labels[:, 1:] != -100).sum())
-    assert outputs.label_mask.sum() == count == outputs.entropy.numel() == outputs.is_top1.numel()
+    assert outputs.label_mask.sum() == count
     ours = -outputs.log_probs.sum() / count
     theirs = LabelSmoother(0.2)(model(tokens), labels, shift_labels=True)
     torch.testing.assert_close(ours, theirs)

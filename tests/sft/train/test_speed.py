@@ -5,37 +5,29 @@ from transformers import TrainerControl, TrainerState
 
 from sft.plan.hardware import Gpu, Hardware
 from sft.train.batches import Work
-from sft.train.speed import StepClock, StepTimes, peak_flops, speed
+from sft.train.speed import StepClock, peak_flops, speed
 
 
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA A10", 125e12),
         ("NVIDIA L20", None),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", 312e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice is not as fast as the GPU
     ],
 )
 def test_the_peak_is_that_of_the_gpu_or_unknown(name: str, peak: float | None) -> None:
     hardware = Hardware(Gpu(name, 80.0, 9.0), 8, 8, 16, 128.0)
     assert peak_flops(hardware) == (None if peak is None else 8 * peak)
-    assert peak_flops(Hardware(None, 1, 1, 2, 16.0)) is None
 
 
 def test_the_speed_is_tokens_and_flops_over_the_seconds_of_the_steps() -> None:
-    work, times = Work(1000, 400, 5e15, "", ()), StepTimes([1.0, 2.0, 3.0, 4.0], 0.5)
-    found = speed(work, times, peak=2e15)
+    work, times = Work(1000, 400, 5e15, "", ()), ([1.0, 2.0, 3.0, 4.0], 0.5)
+    found = speed(work, *times, peak=2e15)
     assert (found["tokens_per_second"], found["labelled_tokens_per_second"]) == (100, 40)
     assert (found["step_seconds_p50"], found["step_seconds_p90"]) == (2.5, pytest.approx(3.7))
     assert (found["mfu"], found["data_seconds"]) == (0.25, 0.5)
-    assert speed(work, times, peak=None)["mfu"] is speed(Work(1, 1, None, "", ()), times, 1.0)["mfu"] is None
+    assert speed(work, *times, peak=None)["mfu"] is speed(Work(1, 1, None, "", ()), *times, 1.0)["mfu"] is None
 
 
 def test_batches_go_on_after_a_step_has_taken_its_own() -> None:
@@ -52,5 +44,5 @@ def test_batches_go_on_after_a_step_has_taken_its_own() -> None:
         del some
         clock.on_step_end(None, TrainerState(), TrainerControl())
     assert next(clock.timed(batches), None) is None
-    assert len(clock.take().seconds) == 3
-    assert clock.take() == StepTimes([], 0.0)
+    assert len(clock.take()[0]) == 3
+    assert clock.take() == ([], 0.0)

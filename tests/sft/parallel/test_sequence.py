@@ -1,11 +1,10 @@
-"""A rank's part of a batch and of a tensor."""
+"""A rank's part of a batch."""
 
 import pytest
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.data.formats import IGNORED
-from sft.parallel.full_tensors import full, shard_of
 from sft.parallel.sequence import PartOfSequences
 
 ROWS = [
@@ -15,7 +14,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("parts", [2, 3])
 def test_the_parts_of_a_batch_are_the_batch(packed: bool, parts: int) -> None:
     collator = DataCollatorForLanguageModeling(0, packed, return_position_ids=True, pad_to_multiple_of=parts)
     batch, shared = collator(ROWS), [PartOfSequences(collator, part, parts)(ROWS) for part in range(parts)]
@@ -28,10 +27,3 @@ def test_the_parts_of_a_batch_are_the_batch(packed: bool, parts: int) -> None:
     if packed:
         for part in shared:
             torch.testing.assert_close(part["cu_seq_lens_q"], batch["cu_seq_lens_q"])
-
-
-def test_what_is_not_divided_stays_as_it_is() -> None:
-    steps, weight = torch.tensor(3.0), torch.nn.Parameter(torch.ones(2, 2))
-    assert shard_of(steps, weight) is steps
-    torch.testing.assert_close(full(weight), weight)
-    assert full("name") == "name"
