@@ -46,8 +46,8 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
     if model.parameters is None:
         name = checked.recipe.model.name_or_path
         raise PlanError(
-            f"--fit counts the weights of {name}, and none can be built: its config.json is not in the hub's cache and the hub does not "
-            f"answer, or it needs code of its own. Where there is a network: hf download {name} config.json."
+            f"--fit cannot count the weights of {name}: its config.json is not in the hub's cache and the hub does not answer, or "
+            f"the model needs code of its own. Where there is a network: hf download {name} config.json."
         )
     found = fit(checked.recipe, hardware, model, checked.data)
     if found.memory is not None and found.lack is None:
