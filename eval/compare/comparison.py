@@ -48,13 +48,12 @@ def _compare_metric(
     difference = tuned_score - base_score
     counted = scores[1].get("sample_len") or tuned["n-samples"].get(task, {}).get("effective", 0)
     documents = pair_task(task, key, base, tuned, samples)
-    evidence, ratio = None, None
+    evidence = None
     if documents is not None:
         evidence = paired(documents.samples)
         if any(part.perplexity for part in documents.parts.values()):
-            ratio = [exp(min(end, 700.0)) for end in evidence.interval]
-            ends = base_score * (ratio[0] - 1), base_score * (ratio[1] - 1)
-            evidence = replace(evidence, interval=ends, stderr=tuned_score * evidence.stderr)
+            low, high = (base_score * (exp(min(end, 700.0)) - 1) for end in evidence.interval)  # of tuned / base
+            evidence = replace(evidence, interval=(low, high), stderr=tuned_score * evidence.stderr)
     # A perplexity that is infinite or not a number says nothing by its size.
     elif base_stderr is not None and tuned_stderr is not None and isfinite(difference + base_stderr + tuned_stderr):
         evidence = independent(difference, base_stderr, tuned_stderr, counted)
@@ -70,7 +69,6 @@ def _compare_metric(
         "tuned": tuned_score,
         "tuned_stderr": tuned_stderr,
         "difference": difference,
-        "ratio_interval_95": ratio,
         **evidence_row(evidence),
     }
     return Metric(row, documents)

@@ -50,15 +50,13 @@ def compare_runs(names: list[str]) -> Path:
     """Write compare.html, which compares 2 to 10 runs with the first, into the directory that holds all of them.
 
     Raises:
-        RunError: A name is no run or named twice, or the page cannot be written.
+        RunError: A name is no run, or the page cannot be written.
     """
     from eval.report.runs import LETTERS, collect_runs
 
     if len(names) > len(LETTERS):
         raise RunError(f"{len(names)} runs were given. Give one for its report, or 2 to {len(LETTERS)} to compare.")
     runs = [find_run(Path(name)) for name in names]
-    if len(set(runs)) < len(runs):
-        raise RunError("A run is named twice. Name each run once.")
     page = Path(os.path.commonpath([run.path.parent for run in runs])) / "compare.html"
     with _one_message():
         write_text(page, redact(as_html(collect_runs([read_run(run) for run in runs], page.parent))))

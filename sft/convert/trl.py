@@ -110,6 +110,9 @@ def _refuse(c: Conversion) -> None:
             raise ConversionError(
                 f"{c.file} configures {name} ({found}={c.keys[found]}); only supervised fine-tuning converts."
             )
+    for key, value in c.keys.items():
+        if key.endswith("columns") and isinstance(value, list) and {"chosen", "rejected"} <= set(map(str, value)):
+            raise ConversionError(f"{c.file} configures preference training such as DPO ({key}: chosen and rejected).")
     if is_true(c.get("do_predict")) and not is_true(c.get("do_train")):
         raise ConversionError(f"{c.file} configures prediction (do_predict=true), which trains nothing.")
 
@@ -130,27 +133,29 @@ def convert(c: Conversion) -> None:
     training.apply(c, TRANSFORMERS if c.tool == "transformers" else TRL)
 
 
+_DATASET = {
+    "dataset_name": "path",
+    "dataset_config": "name",
+    "dataset_train_split": "split",
+    "dataset_streaming": "streaming",
+}
+_MIXTURES = {
+    "dataset_mixture.datasets": {"id": "path", "config": "name", "split": "split", "weight": "epochs"},
+    "datasets": {"path": "path", "name": "name", "split": "split"},
+}
+
+
 def _sources(c: Conversion) -> None:
     train: list[dict[str, Any]] = []
     held_out: list[dict[str, Any]] = []
-    names = {
-        "dataset_name": "path",
-        "dataset_config": "name",
-        "dataset_train_split": "split",
-        "dataset_streaming": "streaming",
-    }
     if c.has("dataset_name"):
-        train = [sources.read_source(c, "", names)]
+        train = [sources.read_source(c, "", _DATASET)]
         evaluates = str(c.get("eval_strategy", c.get("evaluation_strategy", "no"))).lower()
         if evaluates not in ("no", "false"):
             held_out = [train[0] | {"split": str(c.get("dataset_test_split", "test"))}]
         if c.has("dataset_test_split"):
             c.account("dataset_test_split", "data.held_out: an eval split where eval_strategy is not `no`")
-    for prefix, named in (
-        ("dataset_mixture.datasets", ("id", "config", "split", "weight")),
-        ("datasets", ("path", "name", "split")),
-    ):
-        ours = dict(zip(named, ("path", "name", "split", "epochs"), strict=False))
+    for prefix, ours in _MIXTURES.items():
         train += [sources.read_source(c, f"{prefix}.{index}.", ours) for index in sources.indices(c, prefix)]
     for source in train:
         if source.get("name") == "default":

@@ -25,10 +25,9 @@ from sft.hub.model_facts import ModelFacts, load_config
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.layers import HEAD_TILE, resolve_kernels
-from sft.plan.memory_estimate import GIB, MemoryEstimate
+from sft.plan.memory_estimate import GIB, MemoryEstimate, Pass, PassMemory
 from sft.plan.optimizer import state_bytes
 from sft.plan.parallelism import mesh_shape, resolve_fsdp
-from sft.plan.passes import Pass, PassMemory
 from sft.plan.pipeline import layers_of_stages
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Recipe

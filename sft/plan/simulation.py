@@ -28,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft.plan.layers import HEAD_TILE
-from sft.plan.passes import Pass, PassMemory
+from sft.plan.memory_estimate import Pass, PassMemory
 from sft.recipe.schema import Lora
 
 _NAME = "simulated"

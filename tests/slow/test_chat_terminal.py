@@ -130,8 +130,7 @@ def test_a_person_talks_stops_an_answer_and_leaves(terminal: Terminal, run: Run)
     terminal.answers("a\n")
     terminal.sees("(cut at 340 tokens")
     terminal.answers("b\n")
-    terminal.sees("the oldest 2 turns are left out)")
-    terminal.sees("(cut at 340 tokens")
+    terminal.sees("(The context of 384 tokens is full. /reset starts over.)")
     terminal.answers("\x04")
     assert terminal.process.wait() == 0
 

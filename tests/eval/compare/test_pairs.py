@@ -107,9 +107,6 @@ def test_a_perplexity_is_paired_by_its_log_likelihoods() -> None:
     assert row["verdict"] == "IMPROVED"
     low, high = row["interval_95"]
     assert low < row["difference"] < high < 0 < row["base"] + low
-    ratio = row["ratio_interval_95"]
-    assert ratio[0] < row["tuned"] / row["base"] < ratio[1] < 1
-    assert [row["base"] * (end - 1) for end in ratio] == [low, high]
     # lambada: one number a document.
     pairs = pair(*[sampled([-2.0, -0.5], "ppl")] * 2, "ppl,none", [math.exp(1.25)] * 2)
     assert pairs is not None

@@ -69,7 +69,6 @@ def test_the_page_is_in_the_folder_of_all_and_links_to_each_report(
     ("arguments", "message"),
     [
         (["{a}", "nowhere"], "holds no run.json"),
-        (["{a}", "{b}", "{b}/../a"], "named twice"),
         (["{a}"] * 11, "11 runs were given"),
     ],
 )

@@ -255,6 +255,7 @@ def test_names_of_dataset_info_are_looked_up_where_it_is_here(tmp_path: Path, mo
         (LLAMA_FACTORY | {"do_train": False, "do_predict": True}, "prediction"),
         (TRL | {"beta": 0.1}, "DPO"),
         (TRL | {"num_generations": 8}, "GRPO"),
+        (TRL | {"datasets": [{"path": "d", "columns": ["chosen", "rejected", "messages"]}]}, "DPO"),
         ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "accelerate launch"),
         ({"schema_version": 1, "version": 1, "model": {}}, "a recipe already"),
         ({"colour": "red"}, "colour"),

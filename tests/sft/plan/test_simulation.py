@@ -15,7 +15,7 @@ from sft import files
 from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan import simulation
 from sft.plan.memory import simulated
-from sft.plan.passes import Pass
+from sft.plan.memory_estimate import Pass
 from sft.plan.resolve import resolve_plan
 from sft.plan.simulation import simulate
 from sft.recipe.schema import Lora
