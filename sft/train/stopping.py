@@ -58,7 +58,7 @@ _SAVE_FACTOR, _MARGIN = 1.5, 5.0
 
 
 class TimeLimit:
-    """Decides, before the end of each step, whether another one may begin: times of one clock, in seconds."""
+    """Decides, at the end of each step, whether another one may begin: times of one clock, in seconds."""
 
     def __init__(self, deadline: float, save_seconds: float) -> None:
         self.deadline, self.save_seconds = deadline, save_seconds
@@ -73,9 +73,9 @@ class TimeLimit:
         self._began = now
 
     def is_due(self, now: float) -> bool:
-        """Whether to stop at the end of this step. The rest of it and the next one may take as long as the longest of the last."""
-        steps = 2 * max(self._seconds, default=0.0)
-        return now + steps + _SAVE_FACTOR * self.save_seconds + _MARGIN > self.deadline
+        """Whether to stop here. The next step may take as long as the longest of the last."""
+        step = max([*self._seconds, now - self._began if self._began is not None else 0.0])
+        return now + step + _SAVE_FACTOR * self.save_seconds + _MARGIN > self.deadline
 
 
 class Stopping(TrainerCallback):  # type: ignore[misc]

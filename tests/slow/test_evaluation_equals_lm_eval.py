@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 DATA = REPOSITORY.parent / "shared" / "data"
 STORIES = DATA / "models" / "stories260k_hf"
-DOCUMENTS = 5  # an odd number: two processes have unequal shares
+DOCUMENTS = 3  # an odd number: two processes have unequal shares
 # Sentences are counted and words are found with files that nltk downloads; languages are guessed with a random start.
 NOT_HERE = ("number_sentences", "capital_word_frequency", "language:", "english_")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"

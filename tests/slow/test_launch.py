@@ -16,7 +16,9 @@ from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from sft.terminal import FAILURE
-from tests.slow.conftest import Start, decisions, latest, lines_of, rows, until, write_recipe
+from tests.slow.conftest import Start, decisions, latest, lines_of, losses, rows, until, write_recipe
+from tests.slow.engine_runs import ENGINES, EngineRuns
+from tests.slow.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
@@ -95,14 +97,24 @@ def test_a_rank_that_nccls_watchdog_has_aborted_is_one_message(recipe: Path, com
     assert "SIGABRT" not in printed.stderr and "Traceback" not in printed.stderr
 
 
-def test_one_process_trains_in_the_process_that_planned(recipe: Path, start: Start) -> None:
-    job = start([*LAUNCH, recipe, "train.max_steps=100000"], NPROC="1")
-    until(lambda: lines_of(latest(recipe)) >= 2, job)
-    assert b"sft.launch" in Path(f"/proc/{job.pid}/cmdline").read_bytes()
-    job.send_signal(signal.SIGTERM)
-    printed = job.communicate()[0]
-    assert job.returncode == 143, printed
-    assert printed.count("Interrupted by SIGTERM after step") == 1
+def test_one_process_trains_in_the_process_that_planned(recipe: Path, ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(IN_ONE_PROCESS)
+    words = [tmp_path / "program.py", recipe, "train.max_steps=2"]
+    printed = ranks.run(1, words, NPROC="1")["stdout"]
+    (planned, trained) = re.findall(r"(?:planned|trained) by (\d+)", printed)
+    assert planned == trained
+
+
+IN_ONE_PROCESS = """
+import os, sys
+from sft.train import main as training
+print("planned by", os.getpid())
+train = training.train
+training.train = lambda *given, **named: print("trained by", os.getpid()) or train(*given, **named)
+sys.argv[1:1] = ["train"]
+from sft.cli import main
+main()
+"""
 
 
 @pytest.mark.extra
@@ -117,25 +129,38 @@ def test_two_processes_meet_on_a_machine_whose_name_has_no_address(recipe: Path,
     finished(recipe)
 
 
+# `--multi_gpu` is accelerate's word for several processes; without a GPU they are CPU ranks.
 BY_HAND = {
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
-    "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", "2"],
-    "deepspeed": ["deepspeed", "--num_gpus", "2"],
+    "torchrun": (["torchrun", "--standalone", "--nproc-per-node", "2"], "2 ZeRO-3"),
+    "accelerate": (["accelerate", "launch", "--multi_gpu", "--num_processes", "2"], "2 ZeRO-2"),
+    "deepspeed": (["deepspeed", "--num_gpus", "2", "--master_port", "PORT"], "2 ZeRO-1"),
 }
 
 
-@pytest.mark.parametrize("launcher", rows(BY_HAND, ["torchrun"]))
-def test_the_first_error_is_shown_once_under_every_launcher(launcher: str, recipe: Path, start: Start) -> None:
-    words = [*BY_HAND[launcher], FAULTS, recipe]
-    if launcher == "deepspeed":
-        words[1:1] = ["--master_port", str(free_port())]
-    job = start(words, AT="after step 3", DO="raise", ON="1")
+@pytest.mark.parametrize("launcher", rows(BY_HAND, ["accelerate"]))
+def test_every_launcher_trains_the_same_and_the_first_error_is_shown_once(
+    launcher: str, runs: EngineRuns, start: Start
+) -> None:
+    """With debug=true, which changes nothing either."""
+    words, engine = BY_HAND[launcher]
+    overrides = [*ENGINES[engine].overrides, "debug=true", f"tracking.run_name={launcher}"]
+    job = start(
+        [*(str(free_port()) if word == "PORT" else word for word in words), FAULTS, runs.recipe("packed"), *overrides],
+        AT="after step 3",
+        DO="raise",
+        ON="1",
+    )
     printed = job.communicate()[0]
+    run = runs.named("packed", launcher)
     assert job.returncode == 1, printed
     assert printed.count("ZeroDivisionError: made by the test") == 1, printed
     assert re.search(r"Rank 1 on \S+ failed; the others are stopped\. Its log: \S+/logs/rank-1\.log", printed)
     assert "by peer" not in printed
-    assert "ZeroDivisionError: made by the test" in (latest(recipe).path / "logs" / "rank-1.log").read_text()
+    assert "ZeroDivisionError: made by the test" in (run.path / "logs" / "rank-1.log").read_text()
+    assert run.record["running"]["engine"] == ENGINES[engine].engine
+    assert run.record["running"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert steps(run)[:2] == [1, 2]
+    assert losses(run) == pytest.approx(losses(runs("1"))[: len(losses(run))], abs=1e-5)
 
 
 @pytest.mark.extra  # test_faulty_inputs.py has what an environment holds of accelerate's

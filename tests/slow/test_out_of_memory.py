@@ -41,7 +41,7 @@ def test_it_ends_the_job_in_one_message_and_no_launcher_restarts_it(
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
 
 
-@pytest.mark.extra  # test_two_hosts.py has ranks that wait in C, on two machines
+@pytest.mark.extra
 @pytest.mark.parametrize(("fault", "status"), [("out of memory", 2), ("SIGKILL", 1)])
 def test_ranks_that_wait_in_c_for_a_rank_that_is_gone_are_ended_at_once(
     fault: str, status: int, own_recipe: Path, command: Callable[..., CompletedProcess[str]]

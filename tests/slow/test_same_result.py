@@ -19,11 +19,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from sft.data.prepared import entry_folder
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.launch.job import open_recipe
-from sft.parallel.environment import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from sft.train.batches import Sequences, contents_of
-from tests.slow.conftest import decisions, latest, losses, rows, write_recipe
+from tests.slow.conftest import decisions, latest, losses, write_recipe
 from tests.slow.engine_runs import (
     ENGINES,
     STEPS,
@@ -229,30 +228,6 @@ def test_an_override_with_a_token_starts_nothing_and_is_not_repeated(tmp_path: P
     assert "train.trainer_args.hub_token" in printed["stderr"]
     assert token not in printed["stdout"] + printed["stderr"]
     assert files_with_secrets(tmp_path) == [] and not (tmp_path / "outputs").exists()
-
-
-# `--multi_gpu` is accelerate's word for several processes; without a GPU they are CPU ranks.
-LAUNCHERS = {
-    "torchrun": (["torchrun", "--standalone", "--nproc-per-node", "2", "-m"], "2 ZeRO-3", "debug=false"),
-    "accelerate": (["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "-m"], "2 ZeRO-2", "debug=true"),
-    "deepspeed": (["deepspeed", "--num_gpus", "2", "--master_port", "PORT", "--module"], "2 ZeRO-1", "debug=false"),
-}
-
-
-@pytest.mark.parametrize("launcher", rows(LAUNCHERS, ["accelerate"]))
-def test_every_launcher_trains_the_same(launcher: str, runs: EngineRuns, command: Command) -> None:
-    """Under accelerate with debug=true, which changes nothing either."""
-    words, engine, debug = LAUNCHERS[launcher]
-    name = ["tracking.run_name=" + launcher, debug]
-    port = str(free_port())
-    start = [port if word == "PORT" else word for word in words]
-    command([*start, "sft.train", runs.recipe("packed"), *ENGINES[engine].overrides, *name], PYTHONPATH=str(REPOSITORY))
-    run = runs.named("packed", launcher)
-    assert run.record["running"]["engine"] == ENGINES[engine].engine
-    assert_same_training(run, runs("1"))
-    if debug == "debug=true":
-        assert run.record["running"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
-        assert not list(run.path.glob("logs/*.stacks.txt"))
 
 
 @pytest.mark.extra  # in a new environment DeepSpeed builds its operations for minutes first

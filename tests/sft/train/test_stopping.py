@@ -110,10 +110,9 @@ def run_until_due(deadline: float, step: float, save: float) -> tuple[int, float
     limit, now, done = TimeLimit(deadline, save), 0.0, 0
     while True:
         limit.begin(now)
-        due = limit.is_due(now)
         now += step
         done += 1
-        if due:
+        if limit.is_due(now):
             return done, now + save
 
 
