@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from eval.compare.verdicts import REGRESSED, TOO_FEW, UNKNOWN, Row, verdict
-from sft.errors import did_you_mean
 from sft.recipe.eval import Gate
 
 DEFAULT, OVERALL = "default", "overall"
@@ -29,7 +28,7 @@ def _find(name: str, comparison: dict[str, Any]) -> Row | str:
     for row, key in zip(rows, keys, strict=True):
         if wanted in (key, row["metric"]):
             return row
-    return f"{task} has no metric {wanted}{did_you_mean(wanted, keys, '.')} It has: {', '.join(keys)}."
+    return f"{task} has no metric {wanted}. It has: {', '.join(keys)}."
 
 
 def _regression(row: Row, most: float, judge_by: str) -> str | None:

@@ -97,11 +97,10 @@ def find_backend(evaluation: Evaluation, path: str, *askings: Asking) -> list[Ta
             )
     found = [find_served(evaluation.server, one.label, one.model, alone=len(targets) == 1) for one in targets]
     check_two(found)
-    served = [
-        probe(one, settings, tokenizer, path) for one, (_, settings, tokenizer) in zip(found, askings, strict=True)
+    return [
+        replace(target, served=probe(one, settings, tokenizer, path))
+        for one, (target, settings, tokenizer) in zip(found, askings, strict=True)
     ]
-    check_two(served)
-    return [replace(target, served=one) for target, one in zip(targets, served, strict=True)]
 
 
 def check_requests(tasks: LoadedTasks, *askings: Asking) -> None:

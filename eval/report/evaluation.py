@@ -37,6 +37,8 @@ def verdict_notices(comparison: Part) -> list[Block]:
         lines, kind = [title], kind_of(overall["verdict"])
         mean = f"{score(overall['difference'], '+')} over {counted(len(overall['tasks']), 'task')}"
         title = f"{overall['verdict']}: {mean}, 95% interval {interval(overall['interval_95'])}"
+    elif len(metrics) == 1:
+        title = f"{words(metrics[0].get('verdict'))}: {score(metrics[0].get('difference'), '+')} on {words(metrics[0].get('task'))}"
     lines += [_sentence(entry) for entry in metrics if len(metrics) <= 3 or entry.get("verdict") == "REGRESSED"]
     notices = [notice(kind, title, lines)]
     if gate:

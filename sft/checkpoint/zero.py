@@ -21,6 +21,10 @@ from sft.errors import RunError
 WEIGHT, FIRST, SECOND, STEP = "weight", "exp_avg", "exp_avg_sq", "step"
 MOMENTS = (FIRST, SECOND)
 
+_IN_STAGE_3 = ("optimizer_state_dict", "fp32_flat_groups")
+_IN_STAGES_1_AND_2 = ("base_optimizer_state", "single_partition_of_fp32_groups")
+"""DeepSpeed's names of the moments and of the weights."""
+
 Read = Callable[[str, str], torch.Tensor]
 """Reads a tensor of a parameter: its name, and WEIGHT, FIRST, SECOND or STEP."""
 
@@ -41,9 +45,9 @@ def open_zero(checkpoint: Path) -> Opened:
     folder = checkpoint / (checkpoint / "latest").read_text().strip()
     shards = _shards(folder)
     if shards[0].get("zero_stage", 1) == 3:
-        pieces, states, weights = _pieces_of_parameters(folder, shards), "optimizer_state_dict", "fp32_flat_groups"
+        pieces, (states, weights) = _pieces_of_parameters(folder, shards), _IN_STAGE_3
     else:
-        pieces, states, weights = _pieces_of_groups(shards), "base_optimizer_state", "single_partition_of_fp32_groups"
+        pieces, (states, weights) = _pieces_of_groups(shards), _IN_STAGES_1_AND_2
 
     def read(name: str, what: str) -> torch.Tensor:
         stretches = []
@@ -133,28 +137,17 @@ def load_zero(engine: Any, checkpoint: Path, read: Read, source_names: dict[str,
     counts = [int(steps[0]) if on_cpu else torch.tensor(steps[0]) for _ in groups]
     moments = zip(counts, shards_of(FIRST), shards_of(SECOND), strict=True)
     state = {number: dict(zip((STEP, *MOMENTS), one, strict=True)) for number, one in enumerate(moments)}
-    # DeepSpeed's loaders pick their own rank's entry from a list.
-    entries = torch.distributed.get_rank(group=optimizer.dp_process_group) + 1
+    states, weights = _IN_STAGE_3 if stage3 else _IN_STAGES_1_AND_2
     if stage3:
         optimizer.checkpoint_event_prologue()
-        optimizer._set_fp32_optimizer_param_groups()
-        param_groups = base.state_dict()["param_groups"]
-        optimizer._clear_fp32_optimizer_param_groups()
-        saved = {
-            "loss_scaler": optimizer.loss_scaler,
-            "dynamic_loss_scale": optimizer.dynamic_loss_scale,
-            "overflow": optimizer.overflow,
-            "optimizer_state_dict": {"state": state, "param_groups": param_groups},
-            "fp32_flat_groups": shards_of(WEIGHT),
-        }
-        optimizer.load_state_dict([saved] * entries)
+    saved = optimizer.state_dict()
+    saved |= {states: saved[states] | {"state": state}, weights: shards_of(WEIGHT)}
+    # DeepSpeed's loaders pick their own rank's entry from a list.
+    entries = torch.distributed.get_rank(group=optimizer.dp_process_group) + 1
+    optimizer.load_state_dict([saved] * entries, load_from_fp32_weights=True)
+    if stage3:
         optimizer.checkpoint_event_epilogue()
     else:
-        saved = optimizer.state_dict() | {
-            "base_optimizer_state": {"state": state, "param_groups": base.state_dict()["param_groups"]},
-            "single_partition_of_fp32_groups": shards_of(WEIGHT),
-        }
-        optimizer.load_state_dict([saved] * entries, load_from_fp32_weights=True)
         optimizer.update_lp_params()
     # DeepSpeed names the folder of its next checkpoint by it.
     engine.global_steps, engine.global_samples = step, step * engine.train_batch_size()

@@ -134,30 +134,6 @@ def untrained_rows(job: Job, model: Any, tokenizer: Any, store: DocumentStore) -
     return untrained
 
 
-def check_targets(lora: Lora, model: Any) -> None:
-    """Refuse names of layers that the model does not have: peft trains the others, and says nothing.
-
-    Args:
-        lora: The recipe's section.
-        model: Any of its class, whatever its weights.
-
-    Raises:
-        ModelError: One matches nothing.
-    """
-    targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
-    # A string is a pattern for full names; a list holds their last parts.
-    names = [name for name, _ in model.named_modules()]
-    whole = isinstance(lora.target_modules, str)
-    unmatched = [one for one in targets if not any(_is_targeted(name, one if whole else (one,)) for name in names)]
-    if not unmatched or lora.target_modules == "all-linear":
-        return
-    layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if _is_linear(layer)}
-    raise ModelError(
-        f"model.lora.target_modules: {', '.join(unmatched)} matches no layer of this model"
-        f"{did_you_mean(unmatched[0], sorted(layers), '.')} Its linear layers: {', '.join(sorted(layers))}. Or set all-linear."
-    )
-
-
 def check_adapters(model: Model, empty: Any) -> None:
     """Refuse names, numbers and patterns of model.lora that match nothing, and layers that cannot be trained whole.
 
@@ -173,61 +149,63 @@ def check_adapters(model: Model, empty: Any) -> None:
 
     lora = model.lora
     assert lora is not None
-    check_targets(lora, empty)
     problems = [*_cannot_target(lora, empty), *_cannot_save(model, empty)]
     count = getattr(empty.config.get_text_config(), "num_hidden_layers", None)
     if count is not None and max(lora.layers_to_transform, default=0) >= count:
         problems.append(f"model.lora.layers_to_transform: the model has {count} layers, numbered from 0.")
+    if problems:
         raise ModelError("\n".join(problems))
     try:
         with catch_warnings(action="ignore"):  # peft's, of what is refused here
             adapted = get_peft_model(empty, _config(lora, empty, True), low_cpu_mem_usage=True)
     except ValueError as error:
         # A module that peft takes none of stands in its message over several lines.
-        raise ModelError("\n".join([*problems, f"model.lora: {' '.join(str(error).split()[:40])}"])) from None
+        raise ModelError(f"model.lora: {' '.join(str(error).split()[:40])}") from None
     names = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A") and len(layer.lora_A)]
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        used = {get_pattern_key(patterns, name) for name in names}
-        problems += [
-            f"model.lora.{key}: {pattern} matches no layer with an adapter, or one that a pattern before it matches."
-            for pattern in patterns
-            if pattern not in used
-        ]
+        for pattern in sorted(patterns.keys() - {get_pattern_key(patterns, name) for name in names}):
+            problems.append(
+                f"model.lora.{key}: {pattern} matches no layer with an adapter, or one that a pattern before it matches."
+            )
     if problems:
         raise ModelError("\n".join(problems))
 
 
 def _cannot_target(lora: Lora, empty: Any) -> Iterator[str]:
+    key, names = "model.lora.target_modules", [name for name, _ in empty.named_modules()]
+    # A string is a pattern for full names; a list holds their last parts.
+    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else [(one,) for one in lora.target_modules]
+    linear = sorted({name.rpartition(".")[2] for name, layer in empty.named_modules() if _is_linear(layer)})
+    for target in targets:
+        # Where it is one of several, peft trains the others, and says nothing.
+        if target != "all-linear" and not any(_is_targeted(name, target) for name in names):
+            word = target if isinstance(target, str) else target[0]
+            hint = did_you_mean(word, linear, ".")
+            yield f"{key}: {word} matches no layer of this model{hint} Its linear layers: {', '.join(linear)}. Or set all-linear."
     embedding, head = empty.get_input_embeddings(), empty.get_output_embeddings()
     for name, layer in empty.named_modules():
         if layer is head and _is_targeted(name, lora.target_modules):
-            yield f"model.lora.target_modules: {name} cannot have an adapter: the loss is computed from its weight alone. Leave it out."
+            yield f"{key}: {name} cannot have an adapter: the loss is computed from its weight alone. Leave it out."
         elif layer is embedding and embedding.weight is head.weight and _is_targeted(name, lora.target_modules):
-            yield f"model.lora.target_modules: {name} shares its weight with the output embedding, which merging changes too. Leave it out."
+            yield f"{key}: {name} shares its weight with the output embedding, which merging changes too. Leave it out."
 
 
 def _cannot_save(model: Model, empty: Any) -> Iterator[str]:
     lora = model.lora
     assert lora is not None
     layers, key = dict(empty.named_modules()), "model.lora.modules_to_save"
-    both = (empty.get_input_embeddings(), empty.get_output_embeddings())
+    embedding, head = empty.get_input_embeddings(), empty.get_output_embeddings()
     for wanted in lora.modules_to_save:
-        named = [layer for name, layer in layers.items() if name == wanted or name.endswith(f".{wanted}")]
-        last = sorted({name.rpartition(".")[2] for name in layers if name})
+        named = {name: layer for name, layer in layers.items() if _is_targeted(name, (wanted,))}
+        parts = [part for layer in named.values() for part in layer.modules()]
         if not named:
+            last = sorted({name.rpartition(".")[2] for name in layers if name})
             yield f"{key}: {wanted} is no layer of this model{did_you_mean(wanted, last, '.')}"
-        elif any(layer in both for layer in named) and both[0].weight is both[1].weight:
-            yield (
-                f"{key}: {wanted} shares its weight with the other embedding, and peft would train a copy. Leave it out; new tokens are "
-                "trained anyway (model.new_tokens)."
-            )
-        elif model.quantization and any(
-            _is_linear(part) and part is not both[1] for layer in named for part in layer.modules()
-        ):
+        elif embedding.weight is head.weight and any(layer in (embedding, head) for layer in named.values()):
+            yield f"{key}: {wanted} shares its weight with the other embedding, and peft would train a copy. Leave it out."
+        elif model.quantization and any(_is_linear(part) and part is not head for part in parts):
             yield f"{key}: {wanted} is quantized (model.quantization={model.quantization}), and cannot be trained whole. Leave it out."
-        elif any(
-            _is_targeted(name, lora.target_modules) for name in layers if name == wanted or name.endswith(f".{wanted}")
-        ):
+        elif any(_is_targeted(name, lora.target_modules) for name in named):
             yield f"{key}: {wanted} is also in target_modules. Name it in one of them."
 
 

@@ -11,15 +11,13 @@ stops compiling.
 from __future__ import annotations
 
 import os
-import shutil
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sft.errors import ModelError, PlanError
+from sft.errors import ModelError
 from sft.model.attention import NAME as VARLEN
+from sft.plan.build_tools import check_build_tools
 from sft.plan.job import Job
 
 
@@ -37,24 +35,15 @@ def check_compiler(job: Job) -> None:
     """Refuse what is compiled on this machine where that cannot be: model.compile, and on a GPU Liger's kernels, by Triton.
 
     Raises:
-        PlanError: There is no compiler, or no Python.h, which Triton's launchers and torch's C++ kernels include.
+        PlanError: There is no compiler, or no Python.h.
     """
     compiles, on_gpu = job.plan.compile.value, job.hardware.gpu is not None
     if not compiles and not (on_gpu and job.plan.kernels.value == "liger"):
         return
-    what, instead = (
-        ("model.compile=true", "model.compile=false") if compiles else ("Liger's kernels", "model.kernels=none")
-    )
+    what = "model.compile" if compiles else "model.kernels=liger"
     # What torch calls for a CPU, and Triton for a GPU.
     compilers = [os.environ.get("CC", "gcc"), "clang"] if on_gpu else [os.environ.get("CXX", "g++")]
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    missing = [] if any(map(shutil.which, compilers)) else [f"{' or '.join(compilers)} on PATH"]
-    missing += [] if header.is_file() else [str(header)]
-    if missing:
-        raise PlanError(
-            f"{what}: kernels are compiled on this machine, and there is no {' and no '.join(missing)}. Install a compiler and Python's "
-            f"headers (apt-get install build-essential python3-dev, or a Python of uv's), or set {instead}."
-        )
+    check_build_tools(what, [compilers], "set model.compile=false and model.kernels=none")
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

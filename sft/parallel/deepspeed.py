@@ -7,10 +7,8 @@ that is killed leaves its lock, for which every later start would wait silently.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
-import sysconfig
 from collections.abc import Collection
 from contextlib import suppress
 from hashlib import sha256
@@ -20,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from sft.errors import PlanError
 from sft.files import cache_folder
+from sft.plan.build_tools import check_build_tools
 from sft.plan.deepspeed import DeepSpeedFile
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
@@ -66,7 +64,9 @@ def prepare_builds(needed: Collection[str]) -> list[str]:
         return []  # read-only: torch reports what it cannot do
     unbuilt = [name for name in needed if not (folder / name / f"{name}.so").exists() and not _is_installed(name)]
     if unbuilt:
-        _check_compiler(unbuilt)
+        compiler = (os.environ.get("CXX") or "c++").split()[0]
+        what = f"train.deepspeed ({' and '.join(unbuilt)})"
+        check_build_tools(what, [["ninja"], [compiler]], "use a file without offload_optimizer, or no train.deepspeed")
         lines.append(f"DeepSpeed builds {' and '.join(unbuilt)}, once in this environment: about a minute ({folder})")
     return lines
 
@@ -75,20 +75,6 @@ def _is_installed(name: str) -> bool:
     """Whether the operation was built when DeepSpeed was installed (DS_BUILD_OPS)."""
     package = find_spec("deepspeed")
     return package is not None and any(Path(str(package.origin)).parent.glob(f"ops/*/{name}_op*.so"))
-
-
-def _check_compiler(unbuilt: list[str]) -> None:
-    compiler = (os.environ.get("CXX") or "c++").split()[0]
-    missing = [f"{program} on PATH" for program in ("ninja", compiler) if shutil.which(program) is None]
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    missing += [] if header.is_file() else [str(header)]
-    if missing:
-        instead = "a file without offload_optimizer" if unbuilt == ["cpu_adam"] else "no train.deepspeed"
-        raise PlanError(
-            f"train.deepspeed: DeepSpeed builds {' and '.join(unbuilt)} in C++, and there is no {' and no '.join(missing)}. Start with "
-            "scripts/sft.sh, or put .venv/bin on PATH (ninja); install a compiler and Python's headers (apt-get install g++ python3-dev); "
-            f"or use {instead}."
-        )
 
 
 def _is_held(lock: Path) -> bool:

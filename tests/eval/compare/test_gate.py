@@ -73,7 +73,7 @@ def test_a_metric_that_does_not_decide_can_be_named_and_is_judged_alone() -> Non
     assert not judged(gate | {"judge_by": "evidence"}, strict, flexible)["passed"]
     assert judged(gate | {"judge_by": "evidence"}, strict, flexible | {"p_value": 0.2})["passed"]
     failed = judged({"require": {"gsm8k/exact_mach": 0.1}}, strict, flexible)
-    assert "gsm8k has no metric exact_mach; did you mean `exact_match," in failed["failures"][0]
+    assert "gsm8k has no metric exact_mach. It has: exact_match," in failed["failures"][0]
 
 
 def test_the_mean_over_tasks_can_be_gated_where_there_is_one() -> None:

@@ -50,10 +50,10 @@ def test_a_machine_without_a_compiler_is_told_before_the_weights_load(
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("CC", sys.executable)
     check_compiler(plain)
-    with pytest.raises(PlanError, match=r"model.compile=true: .*there is no no-such-compiler on PATH\."):
+    with pytest.raises(PlanError, match=r"model.compile: .*there is no no-such-compiler on PATH\."):
         check_compiler(compiled)
     # On a GPU Triton compiles Liger's kernels too, with a header of Python's.
     check_compiler(liger)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(outputs))
-    with pytest.raises(PlanError, match=r"Liger's kernels: .*there is no \S+Python\.h\..*model\.kernels=none"):
+    with pytest.raises(PlanError, match=r"model.kernels=liger: .*there is no \S+Python\.h\..*model\.kernels=none"):
         check_compiler(liger)

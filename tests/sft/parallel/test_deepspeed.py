@@ -1,4 +1,3 @@
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -58,14 +57,9 @@ def test_a_build_is_announced_where_one_is_needed_and_refused_without_its_tools(
     lock.unlink()
     (line,) = prepare_builds(["cpu_adam"])
     assert "about a minute" in line
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(lock.parent))
-    with pytest.raises(
-        PlanError, match=r"builds cpu_adam in C\+\+, and there is no \S+Python\.h\..*without offload_optimizer"
-    ):
-        prepare_builds(["cpu_adam"])
     monkeypatch.setenv("PATH", str(lock.parent))
     monkeypatch.setenv("CXX", "g++-none -O2")
-    with pytest.raises(PlanError, match=r"no ninja on PATH and no g\+\+-none on PATH and no \S+Python\.h"):
+    with pytest.raises(PlanError, match=r"cpu_adam.*no ninja on PATH and no g\+\+-none on PATH\..*no train.deepspeed"):
         prepare_builds(["cpu_adam"])
     (lock.parent / "cpu_adam.so").touch()
     assert prepare_builds(["cpu_adam"]) == []
