@@ -92,8 +92,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads((folder / NAME).read_bytes())
         intact = content.pop("checksum") == _checksum(content)
-    except FileNotFoundError:
-        raise ValueError(f"it has no {NAME}") from None
     except OSError as error:
         raise ValueError(f"{NAME} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, AttributeError, TypeError):

@@ -212,14 +212,12 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
 
 def _why_not(writer: Writer, here: Writer, reshards: bool, optim: str) -> str | None:
     """Why a checkpoint cannot be resumed; None where it can."""
-    if writer.uses_nvme:
+    if writer.uses_nvme or here.uses_nvme:
         return "with offload to NVMe DeepSpeed does not save the optimizer's state"
     if not reshards:
         return None
     if optim != "adamw":
         return f"with train.optim={optim} the optimizer's state is not resharded"
-    if here.uses_nvme:
-        return "resharding to NVMe offload is untested"
     if 0 in (writer.zero_stage, here.zero_stage):
         return "DeepSpeed without ZeRO has a format of its own, which only it reads"
     if "fp16" in (writer.precision, here.precision):

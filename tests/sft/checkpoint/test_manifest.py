@@ -69,7 +69,9 @@ def test_without_a_readable_manifest_a_checkpoint_is_not_used(folder: Path, cont
     (folder / NAME).unlink()
     if content is not None:
         (folder / NAME).write_bytes(content)
-    assert fault(folder) == (f"{NAME} is damaged" if content is not None else f"it has no {NAME}")
+    assert fault(folder) == (
+        f"{NAME} is damaged" if content is not None else f"{NAME} cannot be read: No such file or directory"
+    )
 
 
 def test_a_manifest_of_a_later_format_is_not_guessed_at(folder: Path) -> None:

@@ -18,27 +18,17 @@ def test_gradients_are_reduced_in_fp32_and_the_loss_is_not_rounded() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        (
-            Fsdp(sharding_strategy="shard_grad_op", offload_params=True, state_dict_type="full"),
-            {
-                "fsdp_version": 2,
-                "reshard_after_forward": False,
-                "cpu_offload": True,
-                "state_dict_type": "FULL_STATE_DICT",
-            },
-        ),
-        (Fsdp(), {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}),
-    ],
-)
-def test_transformers_takes_every_word_of_the_section(section: Fsdp, words: dict[str, object]) -> None:
+def test_transformers_takes_every_word_of_the_section() -> None:
     from trl import SFTConfig
 
-    arguments = SFTConfig(
-        output_dir="nowhere", report_to="none", use_cpu=True, fsdp=True, fsdp_config=plugin_arguments(section)
-    )
+    section = plugin_arguments(Fsdp(sharding_strategy="shard_grad_op", offload_params=True, state_dict_type="full"))
+    arguments = SFTConfig(output_dir="nowhere", report_to="none", use_cpu=True, fsdp=True, fsdp_config=section)
+    words = {
+        "fsdp_version": 2,
+        "reshard_after_forward": False,
+        "cpu_offload": True,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
     assert words.items() <= arguments.fsdp_plugin_args.items()
 
 
