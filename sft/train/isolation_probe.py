@@ -109,8 +109,9 @@ def check_probe(found: Probe, attention: str, packed: bool) -> None:
             "written: remove the newest checkpoints, or start a new run with train.resume=never, and lower train.learning_rate. "
             "Nothing was trained."
         )
-    remedy = f"Set model.attn_implementation={'eager' if attention == 'sdpa' else 'sdpa'}"
-    where, remedy = ("pack", f"{remedy}, or data.packing=false") if packed else ("padded batch", remedy)
+    where, remedy = "padded batch", "Set another model.attn_implementation: sdpa or eager"
+    if packed:
+        where, remedy = "pack", "Set data.packing=false, or another model.attn_implementation"
     limit = (MOVED_BY_EXPERTS if found.experts else MOVED)[found.dtype]
     if not found.moved <= limit:
         raise PlanError(

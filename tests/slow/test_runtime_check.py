@@ -75,7 +75,7 @@ def test_a_model_that_leaks_is_refused_before_the_first_step(
     words = [f"model.name_or_path={model}", "model.attn_implementation=eager", f"tracking.run_name={name}"]
     printed = ranks.run(count, ["sft.train", runs.recipe("packed"), *words], expect=2)
     assert "The documents of a pack see each other" in printed["stderr"]
-    assert "Set data.packing=false. Nothing was trained." in printed["stderr"]
+    assert "Set data.packing=false, or another model.attn_implementation. Nothing was trained." in printed["stderr"]
     assert "Traceback" not in printed["stdout"] + printed["stderr"]
     run = runs.named("packed", name)
     assert run.record["status"] == "failed"
