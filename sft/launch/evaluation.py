@@ -98,11 +98,12 @@ def _evaluate(run: Run, program: str) -> int:
     """Exit status of a part of the evaluation, which ends with this process."""
     print(_BEGINNINGS[program], flush=True)
     environment = os.environ | {"SFT_PARENT": str(os.getpid())}
-    # Until it is complete, the same command resumes it, and trains nothing.
-    run.update(status="finished", evaluation="running", error=None)
-    with held_back():
-        process = subprocess.Popen([sys.executable, "-m", program, str(run.path)], env=environment)
+    process = None
     try:
+        # Until it is complete, the same command resumes it, and trains nothing.
+        run.update(status="finished", evaluation="running", error=None)
+        with held_back():
+            process = subprocess.Popen([sys.executable, "-m", program, str(run.path)], env=environment)
         while process.poll() is None:
             if (run.path / STOP).exists():
                 (run.path / STOP).unlink(missing_ok=True)
@@ -110,11 +111,12 @@ def _evaluate(run: Run, program: str) -> int:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
     except BaseException:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
-        process.kill()
-        process.wait()
+        if process is not None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            process.kill()
+            process.wait()
         run.update(evaluation="interrupted")
         raise
     if process.returncode >= 0:
