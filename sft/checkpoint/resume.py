@@ -135,8 +135,8 @@ class Writer:
     def __str__(self) -> str:
         if self.engine == "one process":
             return self.engine
-        split = {"sequences": self.sequence_parallel, "stages": self.pipeline_parallel}
-        parts = "".join(f", {what} over {size}" for what, size in split.items() if size > 1)
+        split = {"sequence parallel ranks": self.sequence_parallel, "stages": self.pipeline_parallel}
+        parts = "".join(f", {size} {what}" for what, size in split.items() if size > 1)
         return f"{self.ranks} ranks under {self.engine}{parts}"
 
 
