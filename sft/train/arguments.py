@@ -153,18 +153,39 @@ def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None
 
 
 # Fields of SFTConfig that would decide a second time, or behind the plan's back, what something else decides.
-SECOND_WAYS = frozenset(
-    """
-    accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading assistant_only_loss
-    auto_find_batch_size chat_template_path completion_only_loss data_seed dataloader_drop_last dataset_num_proc dataset_text_field
-    ddp_backend do_eval enable_jit_checkpoint eos_token eval_on_start eval_packing eval_steps eval_strategy fsdp fsdp_config
-    greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy ignore_data_skip
-    include_num_input_tokens_seen label_smoothing_factor length_column_name liger_kernel_config load_best_model_at_end logging_strategy
-    lr_scheduler_kwargs lr_scheduler_type metric_for_best_model model_init_kwargs neftune_noise_alpha optim optim_args
-    optim_target_modules pad_token padding_free push_to_hub resume_from_checkpoint shuffle_dataset torch_compile torch_compile_backend
-    torch_compile_mode train_sampling_strategy truncation_mode trust_remote_code use_liger_kernel
-    """.split()
-)
+_DECIDED_BY = {
+    "data.held_out and train.eval_steps": "do_eval eval_on_start eval_steps eval_strategy",
+    "data.loss_on": "assistant_only_loss completion_only_loss",
+    "data.overlong": "truncation_mode",
+    "data.packing": "eval_packing padding_free",
+    "data.train": "dataset_num_proc dataset_text_field",
+    "metrics.jsonl, which counts the tokens": "include_num_input_tokens_seen",
+    "model.chat_template": "chat_template_path",
+    "model.compile": "torch_compile torch_compile_backend torch_compile_mode",
+    "model.eos_token": "eos_token",
+    "model.kernels": "liger_kernel_config use_liger_kernel",
+    "model.pad_token": "pad_token",
+    "model.trust_remote_code": "trust_remote_code",
+    "the keys of `model`": "model_init_kwargs",
+    "scripts/export.sh, which uploads the finished model": (
+        "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy push_to_hub"
+    ),
+    "train.lr_scheduler_type and the keys of its schedule": "lr_scheduler_kwargs lr_scheduler_type",
+    "train.optim and train.optim_args": "optim optim_args optim_target_modules",
+    "train.label_smoothing_factor": "label_smoothing_factor",
+    "train.neftune_noise_alpha": "neftune_noise_alpha",
+    "the engine: train.deepspeed or train.fsdp": "fsdp fsdp_config",
+    "the launcher": "ddp_backend",
+    "the plan": "accelerator_config dataloader_drop_last",
+    "train.gradient_checkpointing": "activation_checkpointing activation_checkpointing_kwargs activation_offloading",
+    "train.load_best_model_at_end": "greater_is_better load_best_model_at_end metric_for_best_model",
+    "train.logging_steps": "logging_strategy",
+    "train.max_time and the signals that stop a run": "enable_jit_checkpoint",
+    "train.micro_batch_size": "auto_find_batch_size",
+    "train.resume": "ignore_data_skip resume_from_checkpoint",
+    "train.seed": "data_seed length_column_name shuffle_dataset train_sampling_strategy",
+}
+SECOND_WAYS = {name: decider for decider, names in _DECIDED_BY.items() for name in names.split()}
 
 
 class _Validated(SFTConfig):  # type: ignore[misc]
@@ -172,6 +193,17 @@ class _Validated(SFTConfig):  # type: ignore[misc]
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     device = torch.device("cpu")
+
+
+def _refused_by_loader(extra: dict[str, Any]) -> list[str]:
+    """What torch's DataLoader would refuse once the weights are loaded."""
+    rows: Any = [0]
+    names = {name: name.removeprefix("dataloader_") for name in extra if name.startswith("dataloader_")}
+    try:
+        torch.utils.data.DataLoader(rows, **{short: extra[name] for name, short in names.items()})
+    except (TypeError, ValueError) as error:
+        return [f"{', '.join(names)}: torch's DataLoader refuses it: {error}"]
+    return []
 
 
 def _refused_by_trl(extra: dict[str, Any], on_cpu: bool) -> list[str]:
@@ -196,21 +228,20 @@ def check_trainer_args(job: Job) -> None:
     if not extra:
         return
     known = {field.name for field in fields(SFTConfig) if field.init}
-    decided = SECOND_WAYS | _planned_arguments(job, Path("recipe/run")).keys()
+    planned = _planned_arguments(job, Path("recipe/run"))
     lines = []
     for name, value in extra.items():
         if name not in known:
             lines.append(f"{name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}")
         elif name == "hub_token":
             lines.append("hub_token: a secret does not belong in a recipe; log in with `hf auth login`")
-        elif name in decided:
-            lines.append(
-                f"{name}: decided by the recipe's own keys, the plan or the launcher; scripts/export.sh uploads models"
-            )
+        elif name in SECOND_WAYS or name in planned:
+            decider = SECOND_WAYS.get(name, "the recipe's own keys and the plan")
+            lines.append(f"{name}: decided by {decider}")
         elif name == "loss_type" and value not in ("nll", "dft"):
             # SFTConfig takes any; the trainer refuses them after the weights are loaded.
             lines.append(f"loss_type: must be `nll` or `dft`, got {value!r}")
-    lines = lines or _refused_by_trl(extra, job.hardware.gpu is None)
+    lines = lines or _refused_by_trl(extra, job.hardware.gpu is None) or _refused_by_loader(extra)
     if lines:
         raise RecipeError("\n  ".join(["train.trainer_args:", *lines]))
 

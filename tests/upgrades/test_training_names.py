@@ -22,7 +22,7 @@ def test_trls_trainer_has_the_methods_that_ours_overrides() -> None:
 def test_sftconfig_knows_what_the_recipe_may_not_set() -> None:
     """From transformers 5.23 on, where all of these exist."""
     known = {field.name for field in fields(SFTConfig) if field.init}
-    assert SECOND_WAYS - known <= {"activation_checkpointing", "activation_checkpointing_kwargs"}
+    assert SECOND_WAYS.keys() - known <= {"activation_checkpointing", "activation_checkpointing_kwargs"}
 
 
 def test_the_trainer_has_no_new_argument_that_is_a_place() -> None:
