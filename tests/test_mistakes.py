@@ -150,7 +150,7 @@ LATER = {
         ("train.trainer_args", "optimm: unknown to trl.SFTConfig; did you mean `optim`?"),
     ),
     "a compiler that is missing": Mistake(
-        "train.deepspeed=zero3", ("train.deepspeed: DeepSpeed builds", "no no-compiler on PATH", "install a compiler"),
+        "train.deepspeed=zero3", ("train.deepspeed (deepspeed_", "no no-compiler on PATH", "Install a compiler"),
         environment={"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": "built"},
     ),
 }  # fmt: skip

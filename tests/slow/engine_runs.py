@@ -238,6 +238,7 @@ class EngineRuns:
         session = run.record["sessions"][-1] | {"status": "running", "ended": None, "seconds": None, "last_step": None}
         changes = {
             "status": "running",
+            "evaluation": None,
             "sessions": [session],
             "overrides": [*overrides, f"tracking.run_name={copy.path.name}"],
         }

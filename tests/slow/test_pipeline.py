@@ -48,6 +48,6 @@ def test_stages_that_a_signal_stops_save_and_resume_on_one_process(runs: EngineR
     assert saved is not None and saved.name in ("checkpoint-3", "checkpoint-4")  # a busy machine hears it a step later
     assert printed["stderr"].count("Interrupted by SIGTERM") == 1
     assert sorted(path.name for path in saved.glob("optimizer*")) == ["optimizer_0.pt", "optimizer_1.pt"]
-    assert "under pipeline parallel, stages over 2; it resumes with one process" in ranks.run(1, words)["stdout"]
+    assert "under pipeline parallel, 2 stages; it resumes with one process" in ranks.run(1, words)["stdout"]
     assert len(losses(run)) == STEPS
     assert_same_training(run, runs("1"))
