@@ -124,6 +124,11 @@ def _known_mistake(error: BaseException) -> str | None:
             "A file is damaged, or holds more than tensors and plain values, which could run as a program: it is not loaded. Resume "
             f"from another checkpoint, or get the file again from its author.{f' It names {named[1]}.' if named else ''}"
         )
+    if kind.__name__ == "DistNetworkError" and "EADDRINUSE" in message:
+        return (
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} is taken on this machine: by another job, or by a second process that was also "
+            "started as RANK=0. Set another MASTER_PORT for all processes of this job, and give each a RANK of its own."
+        )
     return None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sft import cli
 from sft.errors import EXIT_USER_ERROR, PlanError
-from sft.launch.checks import check_installed
+from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.rank import main as train
 from sft.program import exit_on_error
 from tests.fake_nvml import Device, FakeNvml
@@ -148,3 +148,23 @@ def test_a_process_started_by_hand_without_its_variables_is_told(
     message = tell(environment, program=train)
     assert told in message
     assert remedy in message
+
+
+def test_a_network_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = "GLOO_SOCKET_IFNAME=gone0 WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1"
+    for word in variables.split():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(PlanError, match=r"GLOO_SOCKET_IFNAME=gone0: .* has the network interfaces .*lo.*unset it"):
+        check_rank_variables()
+
+
+def test_a_port_that_another_rank_0_has_taken_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], busy_port: int
+) -> None:
+    from torch.distributed import TCPStore
+
+    monkeypatch.setenv("MASTER_PORT", str(busy_port))
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        TCPStore("127.0.0.1", busy_port, 2, is_master=True)
+    assert ended.value.code == EXIT_USER_ERROR
+    assert f"MASTER_PORT={busy_port} is taken on this machine" in capsys.readouterr().err

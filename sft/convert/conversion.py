@@ -157,7 +157,14 @@ def as_number(value: Any) -> float | None:
     return number if isfinite(number) else None
 
 
-_FIRST = {"model.lora": 0, "model.quantization": 1, "train.deepspeed": 2, "train.fsdp": 3, "data.held_out": 4}
+_FIRST = {
+    "model.lora": 0,
+    "model.quantization": 1,
+    "train.deepspeed": 2,
+    "train.fsdp": 3,
+    "data.held_out": 4,
+    "train.learning_rate": 5,
+}
 """Our keys on which translations of others depend."""
 
 _SECTIONS = {

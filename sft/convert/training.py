@@ -195,6 +195,8 @@ def _fsdp(c: Conversion, key: str, value: Any) -> Any:
     words = " ".join(map(str, value if isinstance(value, list) else [value])).lower()
     if words in ("false", "none") or "no_shard" in words:
         raise HoldsAnyway("not used")
+    if "train.deepspeed" in c.settings:
+        raise NotCarried("the engine is DeepSpeed, which the file names too")
     strategy = next((one for one in _STRATEGIES if one in words), None)
     named = {"sharding_strategy": strategy} if strategy else {}
     offload = {"offload_params": True} if "offload" in words else {}
@@ -227,7 +229,7 @@ def _compile(c: Conversion, key: str, value: Any) -> Any:
 def _last_rate(c: Conversion, key: str, value: Any) -> Any:
     if not key.endswith((".min_lr", ".lr_end")):
         return value
-    rate, last = as_number(c.get("learning_rate")), as_number(value)
+    rate, last = as_number(c.settings.get("train.learning_rate")), as_number(value)
     if not rate or last is None:
         raise NotCarried("train.min_lr_ratio is a fraction of the learning rate, which the file does not state")
     return Changed(float(f"{last / rate:.12g}"), "as a fraction of the learning rate")

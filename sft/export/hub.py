@@ -6,6 +6,7 @@ Account, name and network are checked before any weight is read. An interrupted 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +42,10 @@ def upload(run: Run, arguments: argparse.Namespace) -> None:
     branches = _branches(run, arguments.checkpoint, arguments.checkpoints, arguments.revision)
     for source in branches.values():
         check_unchanged(source, arguments.accept_edits)
+    if not os.access(run.path.parent, os.W_OK):
+        raise ExportError(
+            f"{run.path.parent} cannot be written, and the upload is made there. Make it writable, or copy the run to another folder."
+        )
     api: Any = None
     if not arguments.dry_run:
         from huggingface_hub import HfApi

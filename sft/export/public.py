@@ -13,6 +13,8 @@ from sft.recipe.schema import Recipe
 
 _FILE = re.compile(r"\.(?:jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|jinja|py|gz|zst|bz2|xz)$|[*?\[]")
 _LEFT_OUT = ("output_dir", "tracking", "debug", "server")
+_OF_OTHERS = ("arguments", "trainer_args")
+"""Keys of a recipe below which the names are not ours: any of them may name a file or folder."""
 _PLACES = (
     "name_or_path chat_template train held_out path function callbacks deepspeed tasks every_tasks include_path".split()
 )
@@ -48,8 +50,12 @@ def public_recipe(recipe: Recipe) -> str:
 
 def _public(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
-        return {name: _public(one, name) for name, one in value.items() if name not in _LEFT_OUT}
+        return {
+            name: _public(one, key if key in _OF_OTHERS else name)
+            for name, one in value.items()
+            if name not in _LEFT_OUT
+        }
     if isinstance(value, list):
         return [_public(one, key) for one in value]
-    is_place = isinstance(value, str) and (key in _PLACES or re.fullmatch(r"[/~]\S+", value))
+    is_place = isinstance(value, str) and (key in (*_PLACES, *_OF_OTHERS) or re.fullmatch(r"[/~]\S+", value))
     return public_name(value) if is_place else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -77,4 +78,9 @@ def check_rank_variables() -> None:
         raise PlanError(
             f"WORLD_SIZE={ranks}, and not set: {', '.join(missing)}. A launcher sets them in each process: {shown_command('sft')}, or "
             "torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
+        )
+    named, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    if ranks > 1 and any(name.strip() not in ("", *there) for name in named.split(",")):
+        raise PlanError(
+            f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has the network interfaces {', '.join(there)}. Set one of them, or unset it."
         )

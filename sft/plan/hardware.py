@@ -278,10 +278,10 @@ def described_hardware(description: str) -> Hardware:
     form = r"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<kind>[\w -]+?)(?:\+(?P<memory>\d+)(?:GB|GiB|G)?)?"
     match = re.fullmatch(form, description, flags=re.IGNORECASE)
     nodes, gpus = (int(match["nodes"] or 1), int(match["gpus"])) if match else (0, 0)
-    if gpus > 8 and gpus % 8 == 0 and nodes == 1:
+    if match and not match["nodes"] and gpus > 8 and gpus % 8 == 0:
         nodes, gpus = gpus // 8, 8
     gpu = _described_gpu(match["kind"]) if match else None
-    if match is None or gpu is None or 0 in (nodes, gpus) or (gpus > 8 and nodes == 1):
+    if match is None or gpu is None or 0 in (nodes, gpus) or (gpus > 8 and not match["nodes"]):
         raise PlanError(
             f"--on {description}: write the number of GPUs and the memory or the name of each, for example 8x80GB or 8xH100; with nodes "
             f"before it, 2x8x80GB; with the memory of a node behind it, 8x80GB+1000GB. Names: {', '.join(one.name for one in GPU_MODELS)}."

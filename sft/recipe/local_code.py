@@ -145,7 +145,7 @@ def _run_module(name: str, file: Path, what: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up while it runs
     try:
         # No import: a `__pycache__` beside the file could hold other code than what its reader has read.
-        exec(compile(file.read_bytes(), file, "exec"), module.__dict__)  # noqa: S102
+        exec(compile(file.read_bytes(), file, "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise RecipeError(f"{what} cannot be loaded: {explained(error, file)}.") from None

@@ -140,6 +140,10 @@ class Optimization(Section):
             raise ValueError(f"give one of warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio:g})")
         if name == "cosine_with_min_lr" and ratio == 0:
             raise ValueError("lr_scheduler_type=cosine_with_min_lr needs min_lr_ratio above 0; `cosine` ends at 0")
+        if name == "polynomial" and ratio == 1:
+            raise ValueError(
+                "lr_scheduler_type=polynomial with min_lr_ratio=1 never falls: set lr_scheduler_type to constant"
+            )
         if name != "polynomial" and power != 1:
             raise ValueError(
                 f"lr_power={power:g} is for lr_scheduler_type=polynomial, which is {name}: remove one of them"

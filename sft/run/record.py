@@ -59,8 +59,11 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
+_TIME = "%Y-%m-%dT%H:%M:%S%z"
+
+
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return time.strftime(_TIME)
 
 
 def record_start(
@@ -158,8 +161,13 @@ def close_session(run: Run, status: str, seconds: float | None = None) -> None:
 
 def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
     """The last line of metrics.jsonl that a session wrote; empty if it wrote none."""
+    lines = read_lines(run.metrics_file)
+    if not lines:
+        return {}
+    # Before it trains, the lines after its checkpoint are still there, of the session before.
+    written = time.strftime(_TIME, time.localtime(run.metrics_file.stat().st_mtime))
     step = int(session["checkpoint"].rpartition("-")[2]) if session["checkpoint"] else 0
-    return next((line for line in read_lines(run.metrics_file)[-1:] if line["step"] > step), {})
+    return lines[-1] if lines[-1]["step"] > step and written >= session["started"] else {}
 
 
 def record_end(run: Run, seconds: float, evaluates: bool) -> None:

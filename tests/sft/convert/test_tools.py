@@ -109,6 +109,16 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA_FACTORY | {"deepspeed": "examples/ds_z3_config.json"}, {"train.deepspeed": "zero3"}),
     (LLAMA_FACTORY | {"deepspeed": "ds/zero2_offload.json"}, {"train.deepspeed": "zero2_offload"}),
     (LLAMA_FACTORY | {"deepspeed": "z0.json"}, {"train.deepspeed": None}),
+    # of two engines DeepSpeed is used, as there
+    (
+        TRL | {"deepspeed": "ds/zero2.json", "fsdp": "full_shard", "fsdp_config": {"offload_params": True}},
+        {"train.deepspeed": "zero2", "train.fsdp": None},
+    ),
+    # the last rate is a fraction of TRL's default, which the file does not state
+    (
+        TRL | {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+        {"train.learning_rate": 2e-5, "train.min_lr_ratio": 0.05},
+    ),
     (AXOLOTL | {"optimizer": "adamw_bnb_8bit"}, {"train.optim": "adamw_8bit"}),
     (AXOLOTL | {"optimizer": "adamw_bnb_8bit", "deepspeed": "zero2.json"}, {"train.optim": "adamw"}),
     (AXOLOTL | {"optimizer": "adamw_bnb_8bit", "fsdp_config": {"fsdp_version": 2}}, {"train.optim": "adamw"}),

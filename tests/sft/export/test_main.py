@@ -36,7 +36,11 @@ output_dir: /data/secret/outputs
 model: {name_or_path: "builtin:demo"}
 data: {train: [{path: /data/secret/chats.jsonl}, {path: owner/dataset}], max_length: 128}
 eval: {system_instruction: "/no_think Say yes/no/maybe.", server: {base_url: "http://secret:8000/v1"}}
-train: {global_batch_size: 8, deepspeed: zero2}
+train:
+  global_batch_size: 8
+  deepspeed: zero2
+  callbacks: [{path: ../secret/hooks.py:Mine, arguments: {file: ../secret/a.json, more: {out: "/home/secret doe/b.json"}}}]
+  trainer_args: {logging_dir: ../secret/logs}
 tracking: {report_to: [wandb], project: my-company}
 """
 
@@ -106,6 +110,11 @@ def test_only_what_makes_up_a_model_is_exported(run: Run) -> None:
     names = {path.name for path in model_files(find_exported(run, 5))}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
     assert not {"optimizer.pt", "training_args.bin", "manifest.json"} & names
+
+
+def test_an_upload_from_a_folder_that_cannot_be_written_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "cannot be written" in refused(run.path, "--to", "hub", "--repo-id", "me/mine", "--dry-run")
 
 
 def test_gathered_logits_are_equal_and_merged_ones_as_near_as_their_rounding() -> None:
@@ -200,7 +209,12 @@ def test_a_recipe_is_shown_without_places_trackers_and_keys(run: Run) -> None:
     shown = public_recipe(run.recipe())
     values = yaml.safe_load(shown)
     assert [one["path"] for one in values["data"]["train"]] == ["chats.jsonl", "owner/dataset"]
-    assert values["train"] == {"global_batch_size": 8, "deepspeed": "zero2"}
+    assert values["train"] == {
+        "global_batch_size": 8,
+        "deepspeed": "zero2",
+        "callbacks": [{"path": "hooks.py:Mine", "arguments": {"file": "a.json", "more": {"out": "b.json"}}}],
+        "trainer_args": {"logging_dir": "logs"},
+    }
     assert values["eval"] == {"system_instruction": "/no_think Say yes/no/maybe."}
     assert "secret" not in shown
     assert "my-company" not in shown

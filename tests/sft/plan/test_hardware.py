@@ -124,6 +124,7 @@ def test_more_processes_than_gpus_are_refused(machine: Machine) -> None:
         ("8x80GB", 8, 8, 80, 1280),
         ("1X24g", 1, 1, 24, 48),
         ("16x40GiB", 16, 8, 40, 640),
+        ("1x16x80GB", 16, 16, 80, 2560),
         ("3x2x24GB", 6, 2, 24, 96),
         ("2x8xh200+1000GB", 16, 8, 141, 1000),
         ("4xA100-40GB", 4, 4, 40, 320),

@@ -66,6 +66,7 @@ def test_a_finding_that_no_longer_exists_is_left_out_with_a_line(capsys: pytest.
         ("train.lr_decay_steps=5", "lr_decay_steps is for lr_scheduler_type=warmup_stable_decay, which is cosine"),
         ("train.lr_power=2", "lr_power=2 is for lr_scheduler_type=polynomial, which is cosine"),
         ("train.lr_scheduler_type=cosine_with_min_lr", "needs min_lr_ratio above 0"),
+        ("train={lr_scheduler_type: polynomial, min_lr_ratio: 1, global_batch_size: 8}", "min_lr_ratio=1 never falls"),
         ("model.rope_scaling={rope_type: llama3, factor: 2.0, low_freq_factor: 1.0}", "llama3 needs low_freq_factor and high_freq_factor"),
         ("model.rope_scaling={rope_type: linear, factor: 2.0, beta_fast: 1.0}", "beta_fast is for rope_type=yarn, which is linear"),
         ("train.optimizer=adamw", "here it is `optim`"),

@@ -56,6 +56,11 @@ def test_a_file_that_fails_is_one_line_with_its_own_line(opened: Open) -> None:
         load_code(recipe, "data.function", "broken.py:x")
 
 
+def test_annotations_are_evaluated_as_in_any_file_that_python_runs(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text("def convert(row: dict): ...\n")
+    assert load_code(opened(), "data.function", "typed.py:convert").__annotations__ == {"row": dict}
+
+
 def test_compiled_code_beside_a_file_is_neither_run_nor_written(opened: Open, tmp_path: Path) -> None:
     import py_compile
 

@@ -50,15 +50,20 @@ def test_every_session_is_kept_and_their_seconds_are_added_up(recipe_file: Path,
     assert (first["status"], first["last_step"], first["seconds"]) == ("killed", 8, 30.0)
     assert (second["checkpoint"], second["passed_over"]) == ("checkpoint-5", {"checkpoint-8": "cut"})
     assert second["changes"] == {"train.max_steps": [10, 20]}
-    # Stopped before it trained a step: the line is not its own.
-    run.metrics_file.write_text('{"step": 5, "loss": 4.0, "seconds": 20.0}\n')
+    # Stopped before it trained a step: the line after its checkpoint is that of the session before.
+    os.utime(run.metrics_file, (0, 0))
     close_session(run, "interrupted")
     assert (run.record["sessions"][1]["seconds"], run.record["timings"]["train_seconds"]) == (None, 30.0)
+    assert run.record["sessions"][1]["last_step"] is None
+    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x", "checkpoint-5")
+    run.metrics_file.write_text('{"step": 5, "loss": 4.0, "seconds": 20.0}\n')  # cut back to the checkpoint
+    close_session(run, "interrupted")
+    assert (run.record["sessions"][2]["seconds"], run.record["timings"]["train_seconds"]) == (None, 30.0)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x", "checkpoint-5")
     run.metrics_file.write_text('{"step": 5, "loss": 4.0}\n{"step": 20, "loss": 2.0, "seconds": 9.0}\n')
     record_end(run, 50.0, evaluates=False)
     record = run.record
-    assert [one["status"] for one in record["sessions"]] == ["killed", "interrupted", "finished"]
+    assert [one["status"] for one in record["sessions"]] == ["killed", "interrupted", "interrupted", "finished"]
     assert (record["started"], record["status"]) == (started, "finished")
     assert record["timings"] == {"prepare_seconds": 1.5, "train_seconds": 80.0}
     assert record["train_loss"] == (5 * 4.0 + 15 * 2.0) / 20
