@@ -82,5 +82,5 @@ def check_rank_variables() -> None:
     named, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
     if ranks > 1 and any(name.strip() not in ("", *there) for name in named.split(",")):
         raise PlanError(
-            f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has the network interfaces {', '.join(there)}. Set one of them, or unset it."
+            f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has the network interfaces {', '.join(there)}. Set one, or unset it."
         )
