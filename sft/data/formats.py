@@ -37,6 +37,11 @@ _UNSUPPORTED = {
 _ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 _PREFERENCE_LABELS = ("label", "kto_tag")
 _LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+_RESERVED = (
+    "messages tools documents chat_template tokenize add_generation_prompt continue_final_message "
+    "return_assistant_tokens_mask strftime_now"
+).split()
+"""Variables of a chat template that a row may not set."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +183,13 @@ def row_format(rows: Sequence[Row], source: Source) -> str:
     counts = Counter(name for row in rows for name in row)
     columns = {name for name, count in counts.items() if 2 * count >= len(rows)}
     found = ", ".join(sorted(columns)[:20]) or "none"
-    missing = [name for name in source.columns.values() if name not in counts]
+    wanted = Counter(source.columns.values())
+    missing = [name for name in wanted if name not in counts]
     if missing:
         raise DataError(f"{source.path} has no column {', '.join(missing)}, which `columns` names. Found: {found}.")
+    twice = [name for name, times in wanted.items() if times > 1]
+    if twice:
+        raise DataError(f"`columns` of {source.path} names {twice[0]} twice. Give each a column of its own.")
     ours = set(renamed(dict.fromkeys(columns), source))
     if "response" in ours:
         ours.add("output")
@@ -273,7 +282,7 @@ def _conversation(row: Row, data: Data, turns: Turns, prompt_turns: int = 0) -> 
         trained = [keep and index == last for index, keep in enumerate(trained)]
     if data.reasoning == "drop":
         messages = list(map(message_without_reasoning, messages))
-    return Conversation(messages, _tools(row), trained, _typed(row, "chat_template_kwargs", dict) or {})
+    return Conversation(messages, _tools(row), trained, _template_arguments(row))
 
 
 def _messages(value: Any, name: str) -> Turns:
@@ -312,6 +321,14 @@ def _tool(tool: Any) -> Any:
     if "function" not in tool and "name" in tool:
         tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
     return {"type": "function"} | tool if "function" in tool else tool
+
+
+def _template_arguments(row: Row) -> dict[str, Any]:
+    arguments: dict[str, Any] = _typed(row, "chat_template_kwargs", dict) or {}
+    reserved = sorted(name for name in arguments if name in _RESERVED or name.endswith("_token"))
+    if reserved:
+        raise ValueError(f"`chat_template_kwargs` sets {', '.join(reserved)}, which a row may not set")
+    return arguments
 
 
 def check_format(source: Source, format: str, data: Data) -> None:

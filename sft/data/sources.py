@@ -22,6 +22,11 @@ from sft.recipe.schema import Recipe, Source
 _METADATA = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
 """What `save_to_disk` writes beside its data."""
 
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
+    ("validation", "valid", "val", "development", "dev", "evaluation", "eval"), "validation"
+)
+"""Words for a split in file names, and its name on the hub."""
+
 
 @contextmanager
 def under_key(key: str) -> Iterator[None]:
@@ -110,26 +115,44 @@ def _matches(path: Path) -> list[Path]:
 
 
 def _folder(path: Path, split: str) -> list[Path]:
-    """The files of one split in a folder, where `datasets` finds it: by the names of files and folders."""
-    from datasets.data_files import DataFilesDict, get_data_patterns
-
-    every = _data_files(path, "**/*")
-    if not every:
+    """The files of one split in a folder, or, as in downloaded datasets, in one folder below it."""
+    files = _data_files(path, "**/*")
+    if not files:
         raise DataError(f"the folder {path} holds no data file. Use one of {', '.join(SUFFIXES)}.")
-    base = str(path.resolve())
-    listed = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
-    found = {name: {path / Path(file).relative_to(base) for file in files} for name, files in listed.items()}
-    if split not in found:
-        raise DataError(f"the folder {path} has no split `{split}`. It has: {', '.join(found)}. Set `split` to one.")
-    name_one = f"Name the file or the folder to train on, or a pattern such as {path}/train*."
-    if unnamed := [file for file in every if not any(file in files for files in found.values())]:
+    inside = {file: file.relative_to(path) for file in files}
+    folders = {at.parent.parent if _split_named(at.parent.name) else at.parent for at in inside.values()}
+    if len(folders) > 1:
+        found = ", ".join(sorted(map(str, folders))[:9])
+        raise DataError(f"{path} holds data in several folders ({found}). Name one, or a pattern ({path}/**/*.jsonl).")
+    splits = {file: _split_named(at.parent.name) or _split_named(at.name.split(".")[0]) for file, at in inside.items()}
+    names = {name for name in splits.values() if name}
+    if split == "train" and names <= {"train"}:
+        return files
+    if None in splits.values():
+        others = ", ".join(file.name for file, name in splits.items() if name not in (None, "train")) or "train"
         raise DataError(
-            f"the folder {path} holds files of several splits, and {unnamed[0].name} is of none. {name_one}"
+            f"the folder {path} holds files of several splits ({others} among them) and files of none. Name the file to train on, or a "
+            f"pattern such as {path}/train*."
         )
-    chosen = [file for file in every if file in found[split]]
-    if len(folders := sorted({file.parent.name for file in chosen})) > 1:
-        raise DataError(f"the folder {path} holds data in several folders: {', '.join(folders)}. {name_one}")
+    chosen = [file for file, name in splits.items() if name == _SPLITS.get(split, split)]
+    if not chosen:
+        raise DataError(
+            f"the folder {path} has no split `{split}`. It has: {', '.join(sorted(names))}. Set `split` to one."
+        )
     return chosen
+
+
+def _split_named(name: str) -> str | None:
+    """The split that a file or folder name says.
+
+    >>> _split_named("train_sft-00000-of-00003"), _split_named("my-dev"), _split_named("attestation")
+    ('train_sft', 'validation', None)
+    """
+    if shard := re.fullmatch(r"(.+)-\d{5}-of-\d{5}(-\w+)?", name):
+        # `save_to_disk` names the shards of every split `data`.
+        return None if shard[1] == "data" else _SPLITS.get(shard[1], shard[1])
+    word = re.search(rf"(?<![a-z])({'|'.join(_SPLITS)})(?![a-z])", name.lower())
+    return _SPLITS[word[1]] if word else None
 
 
 def _saved_dataset(path: Path, split: str) -> list[Path]:

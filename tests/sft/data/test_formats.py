@@ -177,6 +177,8 @@ def test_columns_go_by_the_names_that_the_recipe_gives_them() -> None:
     }
     with pytest.raises(DataError, match=r"has no column answer, which `columns` names. Found: question"):
         row_format([{"question": "x"}], asked)
+    with pytest.raises(DataError, match=r"`columns` of rows.jsonl names answer twice"):
+        row_format([{"answer": "x"}], source(columns={"prompt": "answer", "completion": "answer"}))
 
 
 def test_preference_data_is_refused_until_its_answers_are_named() -> None:
@@ -193,6 +195,15 @@ def test_columns_of_no_format_or_not_of_the_stated_one_are_refused() -> None:
     with pytest.raises(DataError, match=r"^rows.jsonl has no usable columns. Found: body, label. Usable: ") as error:
         row_format([{"body": "x", "label": "y"}], source())
     assert all(f"`{column}`" in str(error.value) for format in FORMATS.values() for column in format.columns)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "strftime_now", "bos_token"])
+def test_what_the_run_decides_is_not_for_a_row_to_set(name: str) -> None:
+    for given in ({name: "x", "thinking": True}, json.dumps({name: "x", "thinking": True})):
+        with pytest.raises(ValueError, match=f"`chat_template_kwargs` sets {name}, which a row may not set"):
+            conversation({"messages": [USER, ANSWER], "chat_template_kwargs": given})
+    kept = conversation({"messages": [USER, ANSWER], "chat_template_kwargs": '{"thinking": true}'})
+    assert kept.template_arguments == {"thinking": True}
 
 
 def test_dropped_reasoning_is_dropped_with_and_without_a_chat_template() -> None:

@@ -87,6 +87,7 @@ def test_a_folder_stands_for_its_data_files_sorted(tmp_path: Path) -> None:
 
 
 SHARDS = [f"data/{split}-0000{n}-of-00002.parquet" for split in ("test", "train", "validation") for n in (0, 1)]
+SFT_AND_GEN = [f"train_{name}-00000-of-00001.jsonl" for name in ("gen", "sft")]
 
 
 @pytest.mark.parametrize(
@@ -95,27 +96,26 @@ SHARDS = [f"data/{split}-0000{n}-of-00002.parquet" for split in ("test", "train"
         (SHARDS, "train", SHARDS[2:4]),
         (SHARDS, "validation", SHARDS[4:]),
         (["train.jsonl", "test.jsonl.gz"], "train", ["train.jsonl"]),
-        (["my_train.jsonl", "my_dev.jsonl"], "validation", ["my_dev.jsonl"]),
+        (["my_train.jsonl", "my_dev.jsonl"], "val", ["my_dev.jsonl"]),
         (["train/a.json", "train/b.json", "test/a.json"], "train", ["train/a.json", "train/b.json"]),
+        (["data/x.jsonl", "data/train_more.jsonl"], "train", ["data/train_more.jsonl", "data/x.jsonl"]),
+        (SFT_AND_GEN, "train_sft", SFT_AND_GEN[1:]),
         (["contest.jsonl", "values.jsonl"], "train", ["contest.jsonl", "values.jsonl"]),
     ],
 )
-def test_only_the_files_of_the_split_are_read(
-    files: list[str], split: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touch(tmp_path, *files, "README.md", "dataset_info.json", ".cache/train.jsonl")
+def test_only_the_files_of_the_split_are_read(files: list[str], split: str, found: list[str], tmp_path: Path) -> None:
+    tmp_path /= "a[b]"
+    touch(tmp_path, *files, "test.md", "train.log", "dataset_info.json", ".cache/train.jsonl")
     assert names(local_files(tmp_path, split), tmp_path) == found
-    monkeypatch.chdir(tmp_path.parent)
-    here = Path(tmp_path.name)
-    assert names(local_files(here, split), here) == found
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (["a.jsonl", "train.jsonl", "test.jsonl.gz"], r"several splits, and a.jsonl is of none"),
-        (["data/train_sft-00000-of-00001.parquet"], "no split `train`. It has: train_sft"),
-        (["main/train.parquet", "socratic/train.parquet"], r"several folders: main, socratic"),
+        (["a.jsonl", "test.jsonl.gz"], r"several splits \(test.jsonl.gz among them\) and files of none"),
+        (SFT_AND_GEN, "no split `train`. It has: train_gen, train_sft"),
+        (["dup/de/data/x.jsonl", "dup/en/data/x.jsonl"], r"several folders \(dup/de/data, dup/en/data\)"),
+        (["d/x.jsonl", "d/d/x.jsonl"], r"several folders \(d, d/d\)"),
     ],
 )
 def test_a_folder_whose_split_is_not_clear_is_refused(files: list[str], words: str, tmp_path: Path) -> None:
