@@ -180,7 +180,7 @@ IN_CI = {
         row_each(lambda question, answer: conversation(question, "Café " + answer), "latin-1"),
     ),
     "splits: a folder of splits": Fault(
-        ("several splits", "more.jsonl"), folder_of_splits, TRAIN + " data.train={folder}/data"
+        ("several splits", "test.jsonl"), folder_of_splits, TRAIN + " data.train={folder}/data"
     ),
     "numbers: a key of another program": Fault(
         ("train.lr_scheduler_kwargs: unknown key", "`min_lr_ratio`"), command=TRAIN + " train.lr_scheduler_kwargs={{}}"
