@@ -154,9 +154,12 @@ def _measure_all(
             )
         if in_batches and (found := model.sizes_found()):
             sizes[name] = found
-        # A base model seldom stops: that is what training teaches.
-        if label != "base" and (doubt := _cut_off(leaves(tasks.by_name[name]), measured["samples"], tokenizer, name)):
-            doubtful.append(f"{label}: {doubt}")
+        if label != "base":  # which seldom stops: that is what training teaches
+            try:
+                doubt = _cut_off(leaves(tasks.by_name[name]), measured["samples"], tokenizer, name)
+                doubtful += [f"{label}: {doubt}"] if doubt else []
+            except Exception:  # a task's own code may return anything, and the scores are there
+                _log_traceback(log)
         for key, value in measured.items():  # the results of two calls as those of one
             merges = isinstance(value, dict) and key != "config"
             results[key] = {**results.get(key, {}), **value} if merges else value

@@ -136,6 +136,7 @@ class LocalTasks:
             raise EvaluationError(f"{path} is not a valid task file: it includes itself.")
         try:
             config = yaml.load(path.read_text(encoding="utf-8"), _TextLoader)  # noqa: S506 (made from SafeLoader)
+            found = _code_of(config, self.metrics) if isinstance(config, dict) else []
         except (OSError, UnicodeDecodeError) as error:
             raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -143,7 +144,7 @@ class LocalTasks:
         if not isinstance(config, dict):
             raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
         if not path.is_relative_to(_lm_eval_folder()):  # what is installed is trusted
-            code += _code_of(config, self.metrics)
+            code += found
         included = config.pop("include", [])
         merged: dict[str, Any] = {}
         for name in included if isinstance(included, list) else [included]:

@@ -16,7 +16,7 @@ from eval.sandbox.metric import CODE_METRIC, prepare_code_tasks, score_code_with
 from eval.tasks.files import Task
 from eval.tasks.output import chatter_to, summary
 from eval.tasks.settings import Settings
-from eval.tasks.suites import TaskSelection, needs_consent
+from eval.tasks.suites import TaskSelection, measured_twice, needs_consent
 from sft.errors import EvaluationError, did_you_mean
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def read_tasks(selection: TaskSelection, num_fewshot: int | None, run_code: bool
         for task in selection.tasks:
             for loaded in _load_task(manager, task, tasks, problems):
                 problems += _problems_of(loaded, selection.limit, num_fewshot, run_code)
-    _refuse(problems)
+    # What groups of files share is known only now.
+    parts = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
+    _refuse([*problems, *measured_twice(parts)])
     return tasks
 
 

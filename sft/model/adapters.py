@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -169,6 +170,30 @@ def check_adapters(model: Model, empty: Any) -> None:
             )
     if problems:
         raise ModelError("\n".join(problems))
+
+
+def differing_adapters(model: Any, lora: Lora) -> Iterator[str]:
+    """What is otherwise than in the recipe's section, of each live layer with an adapter: its rank, scale, dropout or kind."""
+    from peft.utils.other import get_pattern_key
+
+    for name, layer in model.named_modules():
+        if not (hasattr(layer, "lora_A") and len(layer.lora_A)):
+            continue
+        rank = lora.rank_pattern.get(get_pattern_key(lora.rank_pattern, name), lora.r)
+        alpha = lora.alpha_pattern.get(get_pattern_key(lora.alpha_pattern, name), lora.lora_alpha)
+        dropout = getattr(layer.lora_dropout["default"], "p", 0.0)
+        planned = (rank, alpha / (sqrt(rank) if lora.use_rslora else rank), lora.lora_dropout, lora.use_dora)
+        running = (layer.r["default"], layer.scaling["default"], dropout, bool(len(layer.lora_magnitude_vector)))
+        if planned != running:
+            yield f"{name} has rank, scale, dropout and DoRA {running} instead of {planned}"
+    saved = [
+        name
+        for name, layer in model.named_modules()
+        if hasattr(layer, "original_module") and hasattr(layer, "modules_to_save")
+    ]
+    for wanted in lora.modules_to_save:
+        if not any(name.endswith(f".{wanted}") for name in saved):
+            yield f"{wanted} is not trained whole"
 
 
 def _cannot_target(lora: Lora, empty: Any) -> Iterator[str]:

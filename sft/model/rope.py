@@ -1,8 +1,10 @@
-"""Extends a model's positions: writes model.rope_scaling into its configuration, and reads the live layers back."""
+"""Extends a model's positions: writes model.rope_scaling into its configuration, and reads the live frequencies back."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from sft.errors import ModelError
 from sft.recipe.schema import RopeScaling
@@ -39,9 +41,16 @@ def planned_rope(rope: RopeScaling) -> str:
 
 
 def running_rope(model: Any) -> str:
-    """The scaling of the live model's rotary layers in words."""
-    factor = model.config.get_text_config().rope_parameters.get("factor", 1)
-    kinds = {
-        module.rope_type for module in model.modules() if hasattr(module, "inv_freq") and hasattr(module, "rope_type")
-    }
-    return "; ".join(f"{kind}, factor {factor:g}" for kind in sorted(kinds)) or "no rotary positions found"
+    """The scaling of the live model in words, by the frequencies that its layers turn with."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = model.config.get_text_config()
+    rope = config.rope_parameters
+    rotary = [module for module in model.modules() if hasattr(module, "inv_freq") and hasattr(module, "rope_type")]
+    words = {f"{module.rope_type}, factor {rope.get('factor', 1):g}" for module in rotary}
+    frequencies = ROPE_INIT_FUNCTIONS.get(rope["rope_type"])
+    for module in rotary if frequencies else ():
+        expected, _ = frequencies(config, module.inv_freq.device)
+        if not torch.allclose(module.inv_freq.float(), expected.float(), rtol=1e-4):
+            words.add("other frequencies")
+    return "; ".join(sorted(words)) or "no rotary positions found"

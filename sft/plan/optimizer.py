@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import Decision, stated
 from sft.recipe.schema import Recipe
 
@@ -55,3 +56,5 @@ def optimizer_refusals(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedF
         # It looks at rows and columns of matrices, or at blocks of one weight: of a shard it would compute something else.
         where = deepspeed.path.name if deepspeed else "train.fsdp"
         yield f"{key} looks at whole weights, and with {where} each rank steps on shards. Set train.optim to adamw or lion."
+    elif (fsdp := resolve_fsdp(recipe, hardware)) is not None and fsdp.state_dict_type == "full":
+        yield f"{key}: train.fsdp.state_dict_type=full saves the state of AdamW only. Leave state_dict_type out."

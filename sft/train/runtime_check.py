@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from trl import SFTTrainer
 
 from sft.errors import PlanError
+from sft.model.adapters import differing_adapters
 from sft.model.attention import SWITCHED, running_switch
 from sft.model.compiled_layers import are_compiled
 from sft.model.frozen import frozen_names
@@ -246,9 +247,12 @@ def _weights(trainer: Any, job: Job) -> Iterator[Reading]:
         planned = f"all parameters but {len(frozen)} that model.freeze names" if patterns else "all parameters"
         yield Reading("trained", planned, share, set(named) - set(frozen) != set(trained))
     else:
+        differs = [words for words in differing_adapters(trainer.model, lora) if words]
         adapters = sum(".lora_A." in name for name in trained)
-        planned, found = f"adapters of {lora.words}", f"{share}, {adapters} adapters"
-        yield Reading("trained", planned, found, not 0 < count < total or not adapters)
+        found = ", ".join([share, f"{adapters} adapters", *differs[:1]])
+        yield Reading(
+            "trained", f"adapters of {lora.words}", found, not 0 < count < total or not adapters or bool(differs)
+        )
     # What the model's code keeps in fp32, such as the router of some experts, is no mismatch.
     kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
     dtypes = _dtypes(

@@ -76,7 +76,10 @@ def _sent_to_trackio(project: str, known: str, step: int) -> set[tuple[str, int]
         client = RemoteClient(url, write_token=token or os.environ.get("TRACKIO_WRITE_TOKEN"), verbose=False)
         rows = client.predict(project=project, query=query, api_name="/query_project")["rows"]
     elif SQLiteStorage.get_project_db_path(project).exists():
-        rows = SQLiteStorage.query_project(project, query)["rows"]
+        try:
+            rows = SQLiteStorage.query_project(project, query)["rows"]
+        except ValueError:  # more rows than trackio returns at once: they are sent again
+            return set()
     else:  # a Space of the Hub: what is repeated is sent again
         return set()
     lines = [json.loads(row["metrics"]) if isinstance(row["metrics"], str) else row["metrics"] for row in rows]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start to watch."""
         self.open()
+        faulthandler.enable(self._stacks)
         self._thread.start()
 
     def open(self) -> None:
@@ -97,6 +99,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
+        faulthandler.enable(sys.__stderr__ or 2)
         self.close()
 
     def close(self) -> None:

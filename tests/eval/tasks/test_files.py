@@ -29,6 +29,7 @@ def read(path: Path, text: str) -> Task:
         ("dataset_path: json\n", "it has no `task:`"),
         ("task: mine\ninclude: mine.yaml\n", "it includes itself"),
         ("task: mine\ninclude: nowhere\n", "nowhere cannot be read"),
+        ("task: mine\nmetric_list: &a [*a]\n", "recursion depth"),
     ],
 )
 def test_a_file_that_is_no_task_is_refused_with_the_place(tmp_path: Path, text: str, told: str) -> None:

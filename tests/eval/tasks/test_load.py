@@ -148,3 +148,7 @@ def test_what_is_in_a_group_is_checked_as_well(settings: Resolve, tmp_path: Path
         load(settings(), tmp_path, "ours", include_path=str(folder))
     with pytest.raises(EvaluationError, match="one is part of ours and of one"):
         load(settings(), tmp_path, "ours", "one", include_path=str(folder))
+    two = write_task("two", tag="both")
+    (folder / "tagged.yaml").write_text("group: tagged\ntask: [both]\n")
+    with pytest.raises(EvaluationError, match="two is part of tagged and of two"):
+        load(settings(), tmp_path, "tagged", two.stem, include_path=str(folder))

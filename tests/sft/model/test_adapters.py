@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft.errors import ModelError, RecipeError
 from sft.hub.demo import Demo
 from sft.hub.model_facts import empty_model, load_config
-from sft.model.adapters import check_adapters, lora_config, merge_adapters, start_adapters
+from sft.model.adapters import check_adapters, differing_adapters, lora_config, merge_adapters, start_adapters
 from sft.model.frozen import check_frozen, freeze
 from sft.recipe.schema import Lora, Model
 from tests.recipe_models import MODELS
@@ -158,6 +158,26 @@ def test_each_layers_adapter_has_the_recipes_rank_scale_dropout_and_kind(demo: D
         "q_proj": (2, 8 / 2**0.5), "v_proj": (4, 9 / 4**0.5)
     }  # fmt: skip
     assert all(len(one.lora_magnitude_vector) == 1 and one.lora_dropout["default"].p == 0.5 for one in found.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"r": 5},
+        {"lora_alpha": 5},
+        {"lora_dropout": 0.5},
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 2}},
+        {"modules_to_save": ("norm",)},
+    ],
+    ids=str,
+)
+def test_live_adapters_that_differ_from_the_recipe_are_found(change: dict[str, Any], demo: Demo) -> None:
+    model, lora = AutoModelForCausalLM.from_pretrained(demo.model), Lora(r=4)
+    live = start_adapters(lora, model, lora_config(lora, model, []))
+    assert [*differing_adapters(live, lora)] == []
+    assert [*differing_adapters(live, lora.model_copy(update=change))]
 
 
 def test_frozen_parameters_are_those_that_a_pattern_is_found_in(demo: Demo) -> None:

@@ -31,6 +31,8 @@ def test_the_scaling_is_in_the_configuration_and_in_the_layers(rope: RopeScaling
     model, plain = (AutoModelForCausalLM.from_config(one) for one in (scaled, config()))
     assert running_rope(model) == planned_rope(rope)
     assert not torch.allclose(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    model.model.rotary_emb.inv_freq.copy_(plain.model.rotary_emb.inv_freq)
+    assert "other frequencies" in running_rope(model)
     assert running_rope(plain) != planned_rope(rope)
 
 

@@ -28,6 +28,7 @@ WITHOUT_ZERO = DeepSpeedFile(Path("zero0.json"), {"zero_optimization": {"stage":
         ("train.optim=adamw_8bit train.deepspeed=zero1", gpus(2), "with zero1.json each rank steps on shards"),
         ("train.optim=lion train.deepspeed=zero3_offload", gpus(2), "zero3_offload.json offloads.* Set train.optim=adamw"),
         ("train.optim=lion train.deepspeed=zero0", gpus(2), "zero0.json offloads, or is DeepSpeed without ZeRO"),
+        ("train.optim=lion train.fsdp={\"state_dict_type\":\"full\"}", gpus(2), "saves the state of AdamW only"),
         ("train.optim=muon train.fsdp={}", gpus(1), None),
         ("train.optim=adafactor train.fsdp={}", gpus(2), "with train.fsdp each rank steps on shards.*adamw or lion"),
         ("train.optim=lion train.tensor_parallel_size=2", gpus(2), "train.tensor_parallel_size=2 with train.optim=lion"),

@@ -153,6 +153,7 @@ NVME = {"deepspeed": zero(3, offload_optimizer={"device": "nvme", "nvme_path": "
         ("train.gradient_checkpointing=selective", 1, {"attention": "eager"}, "with model.attn_implementation=eager"),
         ("train.gradient_checkpointing=selective model.lora={}", 2, Z3, "with train.gradient_checkpointing=selective and model.lora"),
         ("train.load_best_model_at_end=true data.held_out=0.1", 2, NVME, "zero3.json with train.load_best_model_at_end=true"),
+        ("train.load_best_model_at_end=true data.held_out=0.1", 2, {"deepspeed": zero(0)}, "without ZeRO with train.load_best_"),
     ],
 )  # fmt: skip
 def test_what_was_never_tried_together_is_refused_by_both_keys(
