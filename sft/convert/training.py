@@ -214,7 +214,10 @@ def _schedule(c: Conversion) -> str:
     return name.lower().removeprefix("schedulertype.")
 
 
-def _schedule_name(c: Conversion, key: str, value: Any) -> str:
+def _schedule_name(c: Conversion, key: str, value: Any) -> Any:
+    lasts = [c.get(f"lr_scheduler_kwargs.{name}") for name in ("min_lr", "min_lr_rate")]
+    if _schedule(c) == "cosine_with_min_lr" and 0 in lasts:
+        return Changed("cosine", "which ends at 0")
     return _schedule(c) or value
 
 
@@ -227,6 +230,8 @@ def _compile(c: Conversion, key: str, value: Any) -> Any:
 
 
 def _last_rate(c: Conversion, key: str, value: Any) -> Any:
+    if as_number(value) == 0:
+        raise HoldsAnyway("the schedule ends at 0")
     if not key.endswith((".min_lr", ".lr_end")):
         return value
     rate, last = as_number(c.settings.get("train.learning_rate")), as_number(value)

@@ -209,6 +209,7 @@ def test_what_a_config_becomes(tmp_path: Path, config: dict[str, Any], expected:
     [
         ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.1}),
         ("cosine_with_min_lr", {"min_lr": 1e-6}, {"min_lr_ratio": 0.05}),
+        ("cosine_with_min_lr", {"min_lr": 0}, {"lr_scheduler_type": "cosine"}),
         ("warmup_stable_decay", {"num_decay_steps": 9, "decay_type": "linear"}, {"lr_decay_steps": 9, "lr_decay_type": "linear"}),
         ("polynomial", {"power": 2.0}, {"lr_scheduler_type": "polynomial", "lr_power": 2}),
         ("constant", {}, {"lr_scheduler_type": "constant", "warmup_steps": 0, "warmup_ratio": None}),
