@@ -111,8 +111,7 @@ def test_a_training_stopped_everywhere_once_ends_as_an_undisturbed_one(
 ENTRY = """#!/usr/bin/env bash
 trap 'exit 143' USR1
 trap 'exit 143' TERM
-touch started
-for _ in $(seq ${TENTHS:-600}); do sleep 0.1; done
+for _ in $(seq ${TENTHS:-600}); do touch started; sleep 0.1; done
 exit ${STATUS:-0}
 """
 
