@@ -29,8 +29,8 @@ ROPE_TYPES = dict.fromkeys(
 _USE_GGUF = f"llama.cpp's {CONVERTER} may know it: --gguf."
 
 _DIFFERENCES = (
-    "The template has no tools, keeps white space around messages and reasoning in earlier answers, and writes a date as in the "
-    "training."
+    "Ollama's template is simpler than the tokenizer's: it ignores tools, and keeps white space around messages and reasoning in earlier "
+    "answers. Where the tokenizer's writes today's date, it writes the fixed one of the training."
 )
 
 

@@ -51,7 +51,7 @@ def show_fit(word: str, overrides: Sequence[str], on: str | None, number: int, f
         )
     found = fit(checked.recipe, hardware, model, checked.data)
     if found.memory is not None and found.lack is None:
-        fits = f"{word} fits on {hardware.device}: {found.memory.short} of {hardware.gpu.memory_gib:g} GiB, by the plan's estimate."
+        fits = f"{word} fits on {hardware.device}: {found.memory.short}, by the plan's estimate."
         if file is not None:
             raise PlanError(f"--write {file}: {fits} There is nothing to change.")
         print(visible_line(fits))
